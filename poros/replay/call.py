@@ -16,8 +16,8 @@ stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -213,10 +213,6 @@ class LayerCall(Call):
             return CHECK
         return None
 
-    def is_seen(self) -> bool:
-        """Whether somebody wants to see what happens within this backward."""
-        return torch._C._len_torch_dispatch_stack() > 0
-
     @cached_property
     def _forms(self) -> tuple[tuple[Hashable, ...], ...]:
         return tuple(
@@ -274,10 +270,6 @@ class LayerCall(Call):
         found.mappings = ()
         return found
 
-    def surroundings(self) -> AbstractContextManager[object]:
-        """The state around its forward but for random numbers; everything is put back."""
-        return self.ambient.but_random(self.condition.contents.modules())
-
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         self.layer.condition().require_as(self.condition, self.condition.staying)
@@ -295,6 +287,8 @@ class CallFacts:
         leaves: What stands in for its trained parameters, of which a visit has to know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
+        rng: The random states that it began with.
+        tally: Counts calls of its adapters; None if they run as PEFT has them.
         uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
         gives_casts: Whether gradients of adapters that autocast casts are those of the casts.
     """
@@ -309,49 +303,24 @@ class CallFacts:
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self._are_leaves = [tensor.is_leaf for tensor in call.tensors]
-        self.uses, self.gives_casts = Uses((), ()), False
-        self.uses_of_tensors: Sequence[Sequence[int]] = ()
-        """Of each tensor that needs a gradient."""
-        self.uses_of_parameters: Sequence[tuple[int, Sequence[int]]] = ()
-        """The number of each parameter that is used, and its uses."""
-        self.uses_parameters_once = False
+        self.rng, self.tally = call.ambient.rng, call.layer.context.tally
+        self.uses, self.gives_casts = Uses((), (), 0), False
 
     def learn(self, uses: Uses) -> None:
         """A backward has shown the ``uses``."""
-        self.uses, num_tensors = uses, len(self.specs)
-        by_source = {
-            source: uses.several.get(source, [uses.sources.index(source)]) for source in uses.given
-        }
-        self.uses_of_tensors = [by_source[each] for each in by_source if each.number < num_tensors]
-        self.uses_of_parameters = [
-            (each.number - num_tensors, by_source[each])
-            for each in by_source
-            if each.number >= num_tensors
-        ]
-        self.uses_parameters_once = all(len(each) == 1 for _, each in self.uses_of_parameters)
-        self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
+        self.uses = uses
+        self.gives_casts = self._call.shares_casts or uses.has_meeting_casts
 
     @property
     def may_be_apart(self) -> bool:
         """Whether gradients need no graph around it: it gives one result, and none of casts."""
-        return len(self.forms) == 1 and self.forms[0][2] and not self.gives_casts
+        has_one_result = len(self.forms) == 1 and self.forms[0][2]
+        return has_one_result and len(self.uses.of_tensors) <= 1 and not self.gives_casts
 
     @property
     def has_gradient_of_hidden(self) -> bool:
         """Whether the first of its tensors needs a gradient."""
         return bool(self._need_gradients) and self._need_gradients[0]
-
-    def is_of_adapter(self, use: int) -> bool:
-        """Whether the gradient for that use is an adapter's."""
-        return self.uses.sources[use].number >= len(self.specs)
-
-    def gradients_of_tensors(self, found: Gradients) -> list[torch.Tensor]:
-        """Of ``found``, one for each use, the sums for what the layer was given, as autograd adds.
-
-        Those of tensors that need a gradient and have got one.
-        """
-        sums = (total([found[use] for use in uses]) for uses in self.uses_of_tensors)
-        return [each for each in sums if each is not None]
 
     def result_of(self, values: Sequence[Any]) -> Any:
         """A layer's result in its own form, with ``values`` in the places of its tensors."""
@@ -367,24 +336,22 @@ class CallFacts:
         ]
 
     def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
-        """The layer on ``inputs``, in the state of the call; within a visit with ``adapters``."""
-        with self._call.surroundings(), torch.set_grad_enabled(has_graph):
+        """The layer on ``inputs``, in the state of the call, from the random states of now."""
+        modules = self._call.condition.contents.modules()
+        with self._call.ambient.but_random(modules), torch.set_grad_enabled(has_graph):
             results = self._call.run(inputs)
         if any(each._backward_hooks for each in inputs):
             raise UnsupportedModelError("it registers hooks on what it is given")
         return results
 
-    def recompute(self, inputs: Sequence[torch.Tensor], leaves_out: bool) -> list[torch.Tensor]:
+    def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same as a recomputation.
-
-        Args:
-            inputs: Leaves.
-            leaves_out: Whether products may be left out whose values nobody needs.
 
         Raises:
             RematerializationError: If it gives tensors of another form than the forward.
         """
-        with Recomputation(self._call.layer.context.tally, leaves_out):
+        # A mode that sees operators would see tensors without values.
+        with Recomputation(self.tally, not torch._C._len_torch_dispatch_stack()):
             results = self.run(inputs)
         forget(results)
         if _forms(results) != self.forms:
@@ -402,15 +369,7 @@ class CallFacts:
         around: Around,
         keeps_graph: bool = False,
     ) -> list[torch.Tensor | None]:
-        """The gradients of ``results``, one for each use of a source.
-
-        Args:
-            results: What the layer gave of ``inputs``.
-            inputs: Leaves.
-            gradients: Of the results, as they arrive.
-            around: What the backward runs under.
-            keeps_graph: Whether the graph of the results stays.
-        """
+        """The gradients of ``results`` of ``inputs``, one for each use of a source."""
         with Within(around.surroundings.enter):
             return differentiate(
                 *(self._call.layer.name, results, gradients, inputs, self._own, self.uses),
@@ -419,20 +378,9 @@ class CallFacts:
                 keeps_graph=keeps_graph,
             )
 
-    @contextmanager
-    def recording(self, draws_anew: bool = False) -> Iterator[None]:
-        """Nothing is kept or counted of what runs, from the random state of the call.
-
-        Args:
-            draws_anew: Whether the random state is that of now instead.
-        """
-        tally = self._call.layer.context.tally
-        with ExitStack() as stack:
-            if not draws_anew:
-                stack.enter_context(self._call.ambient.rng.replay())
-            if tally is not None:
-                stack.enter_context(tally.recording())
-            yield
+    def uncounted(self) -> AbstractContextManager[object]:
+        """Nothing of what runs in the body is kept or counted."""
+        return nullcontext() if self.tally is None else self.tally.recording()
 
 
 def total(terms: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.replay.call import CHECK, LEAVES, CallFacts, LayerCall
-from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
+from poros.replay.forms import Form, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
 from poros.replay.remat import ReplayedVisit, rematerialize
@@ -52,7 +52,6 @@ from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.context import Kind
 from poros.stream.namespaces import OF_MODULES, bound, contents_of
-from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +76,7 @@ _MOST_FORMS = 64
 
 NEW = "a form that has not come often enough"
 ARGUMENTS = "arguments that a layer may write to"
+OTHER_SURROUNDINGS = "a backward in other surroundings than the first one of its form"
 EXPECTED = (NEW, CHECK)
 """Reasons to run a visit that every run has."""
 
@@ -95,7 +95,6 @@ class Captures:
         eager: Visits that ran as always, by reason.
         rows: Replays visits by micro-batches behind a first one.
         num_recorded: Visits of layers that were recorded.
-        recording_ms: How long that took.
         is_on: Whether there is room for recordings.
     """
 
@@ -106,24 +105,23 @@ class Captures:
         is_strict: bool = False,
         most_tokens: float = math.inf,
     ) -> None:
-        self.memory = SharedMemory(device)
+        self._memory = memory = SharedMemory(device)
         self.num_replays = 0
         self.is_on = True
         self.eager: Counter[str] = Counter()
         self.num_recorded = 0
-        self.recording_ms = 0.0
-        self._recorder = recorder
-        self._recordings = Recordings(recorder, self.memory)
+        self.rows = Rows(memory, recorder, self._note_replays)
+        self._recordings = Recordings(recorder, memory)
         self._device = device
         self._is_strict = is_strict
         self._most_tokens = most_tokens
         self._forms: dict[int, dict[Any, Form]] = {}
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
-        self._held = HeldGraphs()
-        self.rows = Rows(self.memory, self._note_replays)
-        self._moved: dict[int, list[Form]] = {}
-        """What was known of layers when their blocks got other places."""
+        self._held: weakref.WeakSet[Form] = weakref.WeakSet()
+        """Forms with a call whose graph lies in the memory of a recording, until its backward."""
+        self._has_moved = False
+        """Whether blocks have got other places since layers were recorded."""
 
     # ------------------------------------------------------------------ forwards
 
@@ -163,14 +161,14 @@ class Captures:
             if form.in_flight() is not None or not self._may_be_kept(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")
-            elif self._held.would_lose(form):
-                form.drop_graph()
+            elif self._would_lose(form):
+                form.clear()
                 self._num_wasted[layer.index] += 1
         if form is None:
             return run()
-        if form.forward is None or form.facts is None or is_checked:
+        if form.forward is None or is_checked:
             return self._observed(call, form, run)
-        return self._replayed(call, form, form.forward, form.facts, beside or run)
+        return self._replayed(call, form, form.forward, beside or run)
 
     def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""
@@ -178,7 +176,7 @@ class Captures:
         number = form.num_visits + 1
         # Seldom, if no backward shows anything: looking at each call would cost each of them.
         is_due = number <= _LOOKED_AT or not number & (number - 1)
-        if form.refusal is not None or form.facts is not None or not is_due:
+        if form.refusal is not None or form.shown is not None or not is_due:
             self._note_visit(form)
             return run()
         returned, left = _seen(call, run)
@@ -191,7 +189,7 @@ class Captures:
             template, results = call.taken_apart(returned)
             facts = CallFacts(call, template, results)
             if form.kind == "inference":
-                form.facts = facts
+                form.shown = facts
                 return returned
             uses = walk(results, call.tensors, call.parameters, call.has_casts, first)
         except UnsupportedModelError as error:
@@ -204,12 +202,7 @@ class Captures:
         return returned
 
     def _replayed(
-        self,
-        call: LayerCall,
-        form: Form,
-        forward: Replayed,
-        facts: CallFacts,
-        run: Callable[[], Any],
+        self, call: LayerCall, form: Form, forward: Replayed, run: Callable[[], Any]
     ) -> Any:
         """Replay a call whose forward is recorded."""
         phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
@@ -222,7 +215,7 @@ class Captures:
                 return returned
             call.note_end()
             with call.layer.weights.occupy(phase), call.ambient.rng.replay():
-                results = forward.run(call.tensors, self.memory)
+                results = forward.run(call.tensors)
                 same_end = call.ends_alike()
             forward.has_drawn = call.has_drawn
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
@@ -233,28 +226,31 @@ class Captures:
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
         with call.layer.weights.occupy(phase):
-            results = forward.run(call.tensors, self.memory)
+            results = forward.run(call.tensors)
         call.note_end()
         self._note_replays(form, 1)
         if form.kind == "inference":
-            return facts.result_of(results)
+            return form.facts.result_of(results)
         form.in_flight = weakref.ref(call)
         if form.kind == "kept":
             self._held.add(form)
         apart = call.layer.context.without_graph
-        if apart is not None and facts.may_be_apart:
-            differentiate = partial(self.backward, in_place=True)
-            apart.append(ReplayedVisit(call, form, facts, kept, differentiate))
-            return facts.result_of(results)
-        differentiate = partial(self.backward, call, form, facts)
-        return rematerialize(call, form, facts, results, kept, differentiate)
+        if apart is not None and form.facts.may_be_apart:
+            apart.append(ReplayedVisit(call, form, kept, self.backward))
+            return form.facts.result_of(results)
+        return rematerialize(call, form, results, kept, self.backward)
+
+    def _would_lose(self, form: Form) -> bool:
+        """Whether replaying the forward of ``form`` could overwrite a graph that is held."""
+        held = [each for each in self._held if each.in_flight() is not None]
+        return form.forward is not None and any(other.order > form.order for other in held)
 
     def _note_replays(self, form: Form, number: int) -> None:
         self.num_replays += number
         form.num_replays += number
 
-    def _note_visit(self, form: Form) -> None:
-        self.eager[form.refusal or NEW] += 1
+    def _note_visit(self, form: Form, reason: str = NEW) -> None:
+        self.eager[form.refusal or reason] += 1
         form.num_visits += 1
 
     def _form_of(self, call: LayerCall, kind: Kind) -> Form | None:
@@ -294,7 +290,6 @@ class Captures:
         self,
         call: LayerCall,
         form: Form,
-        facts: CallFacts,
         tensors: Tensors,
         gradients: Gradients,
         *,
@@ -305,9 +300,8 @@ class Captures:
 
         Args:
             call: The call, whose forward was replayed.
-            form: What was recorded of such calls by then.
-            facts: What was known of them.
-            tensors: What autograd has kept for it.
+            form: What is known of such calls.
+            tensors: What was kept of it.
             gradients: Of its results.
             in_place: Whether they may lie in fixed memory, until the next replay.
             behind: The recording of the layer that was replayed right before, for another
@@ -316,40 +310,35 @@ class Captures:
         Returns:
             These; and the recording that has given them, if it was one.
         """
-        arriving = tuple([each is not None for each in gradients])
-        around = Around(arriving, call.layer.surroundings())
-        is_open = not call.is_seen()
-        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
+        around = Around(tuple(each is not None for each in gradients), call.layer.surroundings())
+        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by somebody who wants to see operators
+        replayed = None if is_seen else form.backward_of(call, around)
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
-                visit = call, call.with_input(tensors), gradients
-                found = self._run_backward(
-                    *(replayed, *visit, form.kind == "kept", in_place),
-                    is_again=behind is replayed,
-                )
+                tensors = call.with_input(tensors)
+                is_again = behind is replayed
+                found = _run_backward(replayed, call, form, tensors, gradients, in_place, is_again)
             self.num_replays += 1
             return found, replayed
+        facts = form.facts
         with call.layer.visit(Phase.BACKWARD, facts.leaves):
             tensors = call.with_input(tensors)
             inputs = facts.inputs(tensors)
             with call.ambient.rng.replay():
-                # A mode that sees operators would see tensors without values.
-                results = facts.recompute(inputs, not torch._C._len_torch_dispatch_stack())
+                results = facts.recompute(inputs)
                 call.require_same_end()
-            found = facts.differentiate(results, inputs, gradients, around)
-        if is_open:
-            self._note_visit(form)
-            if form.refusal is None:
-                form.backwards.setdefault(around, None)
+            wanted = facts.differentiate(results, inputs, gradients, around)
+        if not is_seen:
+            is_other = form.backward is not None and around != form.around
+            self._note_visit(form, OTHER_SURROUNDINGS if is_other else NEW)
         if replayed is not None:
-            self._prove_backward(call, form, facts, replayed, around, tensors, gradients, found)
-        return found, None
+            self._prove_backward(call, form, replayed, around, tensors, gradients, wanted)
+        return wanted, None
 
     def _prove_backward(
         self,
         call: LayerCall,
         form: Form,
-        facts: CallFacts,
         replayed: Replayed,
         around: Around,
         tensors: Tensors,
@@ -357,56 +346,20 @@ class Captures:
         wanted: Gradients,
     ) -> None:
         """A backward has run: compare its replay with it."""
-        visit, steady = (call, tensors, gradients), form.deterministic.get(around)
-        if steady is None and around in form.deterministic:
+        steady = form.steady
+        if form.wants_steady and steady is None:
             return  # it is recorded as the next pass begins
-        different = self._differs(replayed, *visit, wanted, form.kind == "kept")
+        different = _differs(replayed, call, form, tensors, gradients, wanted)
         if different and steady is None and form.may_vary:
-            form.deterministic[around], self._recordings.varies = None, True
+            form.wants_steady = True
             return
         if different and steady is not None:
-            own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
+            own_visit = call.layer.visit(Phase.BACKWARD, form.facts.leaves)
             with own_visit, call.ambient.rng.replay():
-                wanted = with_steady_attention(facts, tensors, gradients, around)
-            different = self._differs(steady, *visit, wanted, is_kept=False)
-        form.deterministic.pop(around, None)
+                wanted = with_steady_attention(form.facts, tensors, gradients, around)
+            different = _differs(steady, call, form, tensors, gradients, wanted)
+        form.steady, form.wants_steady = None, False
         self._settle(call, form, replayed, different)
-
-    def _differs(
-        self,
-        replayed: Replayed,
-        call: LayerCall,
-        tensors: Tensors,
-        gradients: Gradients,
-        wanted: Gradients,
-        is_kept: bool,
-    ) -> str | None:
-        try:
-            with call.layer.weights.occupy(Phase.BACKWARD):
-                found = self._run_backward(replayed, call, tensors, gradients, is_kept)
-        except RematerializationError:
-            return "random numbers"
-        return different_ones(found, wanted, "gradient")
-
-    def _run_backward(
-        self,
-        replayed: Replayed,
-        call: LayerCall,
-        tensors: Tensors,
-        gradients: Gradients,
-        is_kept: bool,
-        in_place: bool = False,
-        is_again: bool = False,
-    ) -> list[torch.Tensor | None]:
-        arrived = [each for each in gradients if each is not None]
-        if is_kept:
-            return replayed.run(arrived, self.memory, in_place)
-        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
-            return replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
-        with call.ambient.rng.replay():
-            found = replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
-            call.require_same_end()
-        return found
 
     # ----------------------------------------------------------------- recording
 
@@ -423,36 +376,31 @@ class Captures:
         Returns:
             Whether any was made.
         """
-        self.memory.begin_pass()
+        self._memory.begin_pass()
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on
-        if is_on and self._moved:
-            self._take_up(layers)
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
-        is_group = num_grouped >= _SEVERAL
-        wanted = [] if is_within or not is_on else self._wanted(layers, is_group)
-        begun = time.perf_counter()
-        progress = ProgressLog(logger, "poros: recording layers: %d of %d")
-        num_before, has_given_back = self.num_recorded, False
-        for number, (layer, form) in enumerate(wanted):
-            progress.step(number, len(wanted))
+        if not is_on:
+            return False
+        if self._has_moved:
+            self._take_up(layers)
+        if is_within:
+            return False
+        begun, num_before, has_given_back = time.perf_counter(), self.num_recorded, False
+        for layer, form in self._wanted(layers, num_grouped >= _SEVERAL):
             if self._is_ready(layer, form):
                 if not has_given_back:
-                    self._recorder.give_back()  # replayed visits cannot have what others left
+                    torch.cuda.empty_cache()  # replayed visits cannot have what others left
                 has_given_back = True
                 self._record(layer, form)
-        if is_on and not is_within:
-            self._join(layers)
-        if self.num_recorded > num_before:
-            took = (time.perf_counter() - begun) * 1000
-            self.recording_ms += took
-            made = self.num_recorded - num_before
-            logger.info(
-                "poros: recorded %d calls of layers as CUDA graphs in %.1f s", made, took / 1000
-            )
-        return self.num_recorded > num_before
+        self._join(layers)
+        made = self.num_recorded - num_before
+        if made:
+            took = time.perf_counter() - begun
+            logger.info("poros: recorded %d calls of layers as CUDA graphs in %.1f s", made, took)
+        return made > 0
 
     def _wanted(self, layers: Sequence[LayerBody], is_group: bool) -> list[tuple[LayerBody, Form]]:
         found = []
@@ -473,7 +421,7 @@ class Captures:
         """Whether it can be recorded now: adapters may be switched off for a while, for one."""
         now = layer.condition()
         # A recording would run hooks once more than the program of the user.
-        if form.facts is None or now.has_hooks or not now.reads_as(form.condition):
+        if form.shown is None or now.has_hooks or not now.reads_as(form.condition):
             return False
         return form.forward is not None or self._makes_way(layer, form)
 
@@ -489,7 +437,7 @@ class Captures:
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
-                    self._recordings.join(form)
+                    self.rows.join(form)
                 except RuntimeError as error:
                     reason = str(error).splitlines()[0]
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
@@ -553,12 +501,10 @@ class Captures:
         What calls have shown of their forms holds wherever blocks lie: as the next pass begins,
         the same forms are recorded anew.
         """
-        for index, forms in self._forms.items():
-            known = [each for each in forms.values() if each.facts and each.refusal is None]
-            self._moved[index] = [each.again() for each in known]
+        for forms in self._forms.values():
             for form in forms.values():
-                form.refuse("recorded for another place of its block")
-        self._forms.clear()
+                form.clear()
+        self._has_moved = True
         self._recordings.forget()
 
     def _take_up(self, layers: Sequence[LayerBody]) -> None:
@@ -566,19 +512,59 @@ class Captures:
 
         Of a layer that keeps its graph from now on, or no longer does, they are of another kind.
         """
-        moved, self._moved = self._moved, {}
+        moved, self._forms, self._has_moved = self._forms, {}, False
         for layer in layers:
-            now = layer.condition()
+            now, known = layer.condition(), self._forms.setdefault(layer.index, {})
             kinds: list[Kind] = ["kept"] if layer.weights.is_pinned else []
-            for form in sorted(moved.get(layer.index, ()), key=lambda each: -each.last_visit):
+            for form in sorted(
+                moved.get(layer.index, {}).values(), key=lambda each: -each.last_visit
+            ):
                 before = form.condition
                 is_same = now.is_like(before) and now.trained is before.trained
-                if is_same and form.dense_address == layer.dense_address:
+                is_known = form.shown is not None and form.refusal is None
+                if is_known and is_same and form.dense_address == layer.dense_address:
                     if form.kind != "inference":
                         form.kind = kinds.pop() if kinds else "recomputed"
                     form.condition = now
                     form.conditions = (form.kind, *form.conditions[1:])
-                    self._forms.setdefault(layer.index, {}).setdefault(form.conditions, form)
+                    known.setdefault(form.conditions, form)
+
+
+def _differs(
+    replayed: Replayed,
+    call: LayerCall,
+    form: Form,
+    tensors: Tensors,
+    gradients: Gradients,
+    wanted: Gradients,
+) -> str | None:
+    """What a replay gives otherwise than ``wanted``."""
+    try:
+        with call.layer.weights.occupy(Phase.BACKWARD):
+            found = _run_backward(replayed, call, form, tensors, gradients)
+    except RematerializationError:
+        return "random numbers"
+    return different_ones(found, wanted, "gradient")
+
+
+def _run_backward(
+    replayed: Replayed,
+    call: LayerCall,
+    form: Form,
+    tensors: Tensors,
+    gradients: Gradients,
+    in_place: bool = False,
+    is_again: bool = False,
+) -> list[torch.Tensor | None]:
+    arrived = [each for each in gradients if each is not None]
+    if form.kind == "kept" and replayed is not form.steady:
+        return replayed.run(arrived, in_place)
+    if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
+        return replayed.run([*tensors, *arrived], in_place, is_again)
+    with call.ambient.rng.replay():
+        found = replayed.run([*tensors, *arrived], in_place, is_again)
+        call.require_same_end()
+    return found
 
 
 def _seen(call: LayerCall, run: Callable[[], Any]) -> tuple[Any, set[str]]:

@@ -88,7 +88,7 @@ def differentiate(
         leaves[source.number]
         if use is None or not (source.is_cast and through_casts)
         else GradientEdge(found[use].end, 0)
-        for source, use in zip(uses.given, uses.single, strict=True)
+        for source, use in zip(uses.by_source, uses.single, strict=True)
     ]
     pairs = [
         (result, gradient)
@@ -310,5 +310,5 @@ def hand_in(
         OneByOne.apply(terms[source], *reversed(aliases[source]))
         if source in several
         else aliases[source][0]
-        for source in uses.given
+        for source in uses.by_source
     ], terms

@@ -68,30 +68,42 @@ class Uses:
         sources: The source of each use, in the order of ``walk``.
         order: The uses, as their gradients arrive. A source's last use stands where its gradient is
             complete and its hooks run.
+        num_tensors: Of the sources, those below are tensors that the layer was given; the others
+            are its parameters.
 
     Attributes:
-        given: Each source once.
-        several: The uses of what is used more than once, in the order in which the terms add up.
-        single: For each of ``given``, its only use; None if there are several.
+        by_source: The uses of each source, in the order in which the terms add up.
+        several: Those of what is used more than once.
+        single: For each of ``by_source``, its only use; None if there are several.
+        of_tensors: The uses of each tensor.
+        of_parameters: The number of each parameter that is used, and its uses.
+        has_single_parameters: Whether each parameter is used once.
+        has_meeting_casts: Whether gradients of a parameter meet in it, one of them at a cast.
     """
 
-    def __init__(self, sources: tuple[Source, ...], order: tuple[int, ...]) -> None:
+    def __init__(
+        self, sources: tuple[Source, ...], order: tuple[int, ...], num_tensors: int
+    ) -> None:
         self.sources = sources
         self.order = order
-        self.given = tuple(dict.fromkeys(sources))
-        by_source: dict[Source, list[int]] = {}
+        self.by_source: dict[Source, list[int]] = {source: [] for source in sources}
         for use in order:
-            by_source.setdefault(sources[use], []).append(use)
-        self.several = {source: uses for source, uses in by_source.items() if len(uses) > 1}
-        self.single = [
-            None if source in self.several else sources.index(source) for source in self.given
+            self.by_source[sources[use]].append(use)
+        found = self.by_source.items()
+        self.several = {source: uses for source, uses in found if len(uses) > 1}
+        self.single = [None if len(uses) > 1 else uses[0] for _, uses in found]
+        self.of_tensors = [uses for source, uses in found if source.number < num_tensors]
+        self.of_parameters = [
+            (source.number - num_tensors, uses)
+            for source, uses in found
+            if source.number >= num_tensors
         ]
-
-    def has_meeting_casts(self, num_tensors: int) -> bool:
-        """Whether gradients of a parameter meet in the layer, one of them at a cast."""
-        of_parameters = [each for each in self.sources if each.number >= num_tensors]
-        counts = Counter(each.number for each in of_parameters)
-        return any(each.is_cast and counts[each.number] > 1 for each in of_parameters)
+        self.has_single_parameters = all(len(uses) == 1 for _, uses in self.of_parameters)
+        of_parameters = [source for source in sources if source.number >= num_tensors]
+        counts = Counter(source.number for source in of_parameters)
+        self.has_meeting_casts = any(
+            source.is_cast and counts[source.number] > 1 for source in of_parameters
+        )
 
 
 def walk(
@@ -175,7 +187,7 @@ class Observation:
         learn: Callable[[Uses, Around], None],
     ) -> None:
         self._sources = tuple(each.source for each in uses)
-        self._num_results = len(results)
+        self._num_results, self._num_tensors = len(results), num_tensors
         self._device = device
         self._learn = learn
         self._task: int | None = None
@@ -240,4 +252,4 @@ class Observation:
         self._sources, sources = (), self._sources
         arriving = tuple(number in self._arriving for number in range(self._num_results))
         around = Around(arriving, Surroundings.capture(self._device))
-        self._learn(Uses(sources, tuple(order)), around)
+        self._learn(Uses(sources, tuple(order), self._num_tensors), around)

@@ -520,9 +520,9 @@ def no_shared_casts(patch: pytest.MonkeyPatch) -> None:
 
 
 @in_place_of(Uses, "__init__")
-def as_they_are_used(genuine: Any, self: Uses, sources: Any, order: Any) -> None:
+def as_they_are_used(genuine: Any, self: Uses, sources: Any, order: Any, number: int) -> None:
     """Gradients arrive in the order in which the graph was walked."""
-    genuine(self, sources, tuple(range(len(sources))))
+    genuine(self, sources, tuple(range(len(sources))), number)
 
 
 @in_place_of(Terms, "take")

@@ -46,8 +46,6 @@ from poros.stream.proxies import proxy_leaves
 from poros.stream.rng import RngStash
 from poros.stream.within import Within
 
-CHECK = "a check"
-"""Why a visit runs: somebody looks at it."""
 LEAVES = "it leaves values in its modules, or for other layers"
 
 
@@ -208,9 +206,6 @@ class LayerCall(Call):
             return "operators that are watched"
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return "saved tensors that are packed"
-        watches = self.layer.context.watches
-        if watches is not None and watches(self.layer.index):
-            return CHECK
         return None
 
     @cached_property

@@ -33,12 +33,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
-from poros.replay.call import CHECK, LEAVES, CallFacts, LayerCall
+from poros.replay.call import LEAVES, CallFacts, LayerCall
 from poros.replay.forms import Form, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
@@ -55,11 +55,11 @@ from poros.stream.namespaces import OF_MODULES, bound, contents_of
 
 logger = logging.getLogger(__name__)
 
-_LEAST_VISITS = 2
-"""Eager visits of a form before it is recorded, one more for each recording of the layer that had
-to make way before it was worth its while. Of several micro-batches together it is one fewer of the
-first form, and ``_LEAST_REPLAYS`` of others: a row of rare length may not come again, and its
-recordings take memory that steps of the usual length have filled."""
+_LEAST_VISITS = 1
+"""Eager visits of a layer's first form before it is recorded, and one more of others. Of several
+micro-batches together it is ``_LEAST_REPLAYS`` of others: a row of rare length may not come again,
+and its recordings take memory that steps of the usual length have filled. One more in all for each
+recording of the layer that had to make way before it was worth its while."""
 _SEVERAL = 3
 _LEAST_REPLAYS = 4
 """From which on a recording was: it takes about as long as two visits that run."""
@@ -74,11 +74,10 @@ _IDLE_VISITS = 16
 _MOST_FORMS = 64
 """Forms of one layer that are remembered."""
 
-NEW = "a form that has not come often enough"
+NEW = "a form that has not come often enough, or a check"
+"""Every run has such visits."""
 ARGUMENTS = "arguments that a layer may write to"
 OTHER_SURROUNDINGS = "a backward in other surroundings than the first one of its form"
-EXPECTED = (NEW, CHECK)
-"""Reasons to run a visit that every run has."""
 
 
 class Captures:
@@ -134,8 +133,6 @@ class Captures:
         condition: Condition,
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
-        *,
-        is_checked: bool = False,
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result.
 
@@ -147,7 +144,6 @@ class Captures:
             condition: What decides what it computes, now.
             run: Its forward, in the graph around it.
             beside: The same beside a replay that is compared with it, if that is another one.
-            is_checked: Whether it is not replayed, since somebody checks it.
         """
         try:
             call = LayerCall(layer, args, kwargs, condition)
@@ -158,7 +154,7 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
-            if form.in_flight() is not None or not self._may_be_kept(layer, form):
+            if form.in_flight() is not None or not self._has_place(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")
             elif self._would_lose(form):
@@ -166,7 +162,8 @@ class Captures:
                 self._num_wasted[layer.index] += 1
         if form is None:
             return run()
-        if form.forward is None or is_checked:
+        is_watched = _is_watched(layer, kind)
+        if form.forward is None or is_watched:
             return self._observed(call, form, run)
         return self._replayed(call, form, form.forward, beside or run)
 
@@ -313,68 +310,51 @@ class Captures:
         around = Around(tuple(each is not None for each in gradients), call.layer.surroundings())
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by somebody who wants to see operators
         replayed = None if is_seen else form.backward_of(call, around)
+        asked = _Backward(call, form, tensors, gradients, around)
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
-                tensors = call.with_input(tensors)
-                is_again = behind is replayed
-                found = _run_backward(replayed, call, form, tensors, gradients, in_place, is_again)
+                found = asked.with_input().replay(replayed, in_place, behind is replayed)
             self.num_replays += 1
             return found, replayed
-        facts = form.facts
-        with call.layer.visit(Phase.BACKWARD, facts.leaves):
-            tensors = call.with_input(tensors)
-            inputs = facts.inputs(tensors)
-            with call.ambient.rng.replay():
-                results = facts.recompute(inputs)
-                call.require_same_end()
-            wanted = facts.differentiate(results, inputs, gradients, around)
+        with call.layer.visit(Phase.BACKWARD, form.facts.leaves):
+            asked = asked.with_input()
+            wanted = asked.run()
         if not is_seen:
             is_other = form.backward is not None and around != form.around
             self._note_visit(form, OTHER_SURROUNDINGS if is_other else NEW)
         if replayed is not None:
-            self._prove_backward(call, form, replayed, around, tensors, gradients, wanted)
+            self._prove_backward(asked, replayed, wanted)
         return wanted, None
 
-    def _prove_backward(
-        self,
-        call: LayerCall,
-        form: Form,
-        replayed: Replayed,
-        around: Around,
-        tensors: Tensors,
-        gradients: Gradients,
-        wanted: Gradients,
-    ) -> None:
+    def _prove_backward(self, asked: "_Backward", replayed: Replayed, wanted: Gradients) -> None:
         """A backward has run: compare its replay with it."""
-        steady = form.steady
+        form, steady = asked.form, asked.form.steady
         if form.wants_steady and steady is None:
             return  # it is recorded as the next pass begins
-        different = _differs(replayed, call, form, tensors, gradients, wanted)
+        different = asked.differs(replayed, wanted)
         if different and steady is None and form.may_vary:
             form.wants_steady = True
             return
         if different and steady is not None:
-            own_visit = call.layer.visit(Phase.BACKWARD, form.facts.leaves)
-            with own_visit, call.ambient.rng.replay():
-                wanted = with_steady_attention(form.facts, tensors, gradients, around)
-            different = _differs(steady, call, form, tensors, gradients, wanted)
+            own_visit = asked.call.layer.visit(Phase.BACKWARD, form.facts.leaves)
+            with own_visit, asked.call.ambient.rng.replay():
+                facts, about = form.facts, (asked.tensors, asked.gradients, asked.around)
+                wanted = with_steady_attention(facts, *about)
+            different = asked.differs(steady, wanted)
         form.steady, form.wants_steady = None, False
-        self._settle(call, form, replayed, different)
+        self._settle(asked.call, form, replayed, different)
 
     # ----------------------------------------------------------------- recording
 
     def begin_pass(
         self, layers: Sequence[LayerBody], is_on: bool = True, num_grouped: int = 1
     ) -> bool:
-        """Record what has come often enough; not within a visit, nor in a backward.
+        """Record what has come often enough, not within a visit; whether anything was recorded.
 
         Args:
             layers: Of the model.
             is_on: Whether there is room for recordings.
             num_grouped: Micro-batches that go through the layers together.
-
-        Returns:
-            Whether any was made.
         """
         self._memory.begin_pass()
         if not is_on and self.is_on:
@@ -403,27 +383,45 @@ class Captures:
         return made > 0
 
     def _wanted(self, layers: Sequence[LayerBody], is_group: bool) -> list[tuple[LayerBody, Form]]:
-        found = []
+        found, of_others = [], _LEAST_REPLAYS if is_group else _LEAST_VISITS + 1
         for layer in layers:
             forms = self._forms.get(layer.index, {}).values()
             in_use = {form.kind for form in forms if form.num_replays}
             for form in forms:
-                least = _LEAST_VISITS
-                if is_group:  # one row of its length in a group, or one of many
-                    is_first = form.forward is not None or form.kind not in in_use
-                    least = _LEAST_VISITS - 1 if is_first else _LEAST_REPLAYS
+                is_first = form.forward is not None or form.kind not in in_use
+                least = _LEAST_VISITS if is_first else of_others
                 least += self._num_wasted[layer.index]
                 if form.num_visits >= least and form.refusal is None and form.is_wanting:
                     found.append((layer, form))
         return found
 
     def _is_ready(self, layer: LayerBody, form: Form) -> bool:
-        """Whether it can be recorded now: adapters may be switched off for a while, for one."""
+        """Whether it can be recorded now; if need be, another one makes way."""
         now = layer.condition()
-        # A recording would run hooks once more than the program of the user.
+        # Adapters may be switched off for a while; a recording would run hooks once more than the
+        # program of the user.
         if form.shown is None or now.has_hooks or not now.reads_as(form.condition):
             return False
-        return form.forward is not None or self._makes_way(layer, form)
+        if not self._has_place(layer, form):
+            return False
+        other = self._in_the_way(layer, form)
+        if other is not None:
+            del self._forms[layer.index][other.conditions]
+            self._num_wasted[layer.index] += other.num_replays < _LEAST_REPLAYS
+        return True
+
+    def _in_the_way(self, layer: LayerBody, form: Form) -> Form | None:
+        """The recorded form that came last ago, if there is no place for one more of its kind."""
+        others = [each for each in self._forms[layer.index].values() if each.kind == form.kind]
+        recorded = [each for each in others if each.forward is not None]
+        if form in recorded or len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
+            return None
+        return min(recorded, key=lambda each: each.last_visit)
+
+    def _has_place(self, layer: LayerBody, form: Form) -> bool:
+        """Whether it is recorded, or may be: what is in its way has not come for long."""
+        other = self._in_the_way(layer, form)
+        return other is None or self._num_visits[layer.index] - other.last_visit >= _IDLE_VISITS
 
     def _record(self, layer: LayerBody, form: Form) -> None:
         try:
@@ -442,30 +440,6 @@ class Captures:
                     reason = str(error).splitlines()[0]
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
-
-    def _makes_way(self, layer: LayerBody, form: Form) -> bool:
-        """Whether one more form may be recorded; if need be, the one goes that came last ago."""
-        recorded = self._recorded_like(layer, form)
-        if len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
-            return True
-        oldest = min(recorded, key=lambda other: other.last_visit)
-        if not self._is_idle(layer, oldest):
-            return False
-        del self._forms[layer.index][oldest.conditions]
-        self._num_wasted[layer.index] += oldest.num_replays < _LEAST_REPLAYS
-        return True
-
-    def _may_be_kept(self, layer: LayerBody, form: Form) -> bool:
-        """Whether this form of a kept layer is recorded, or may be: one of them is at a time."""
-        others = [] if form.forward is not None else self._recorded_like(layer, form)
-        return all(self._is_idle(layer, other) for other in others)
-
-    def _recorded_like(self, layer: LayerBody, form: Form) -> list[Form]:
-        forms = self._forms[layer.index].values()
-        return [each for each in forms if each.kind == form.kind and each.forward is not None]
-
-    def _is_idle(self, layer: LayerBody, form: Form) -> bool:
-        return self._num_visits[layer.index] - form.last_visit >= _IDLE_VISITS
 
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
@@ -530,41 +504,57 @@ class Captures:
                     known.setdefault(form.conditions, form)
 
 
-def _differs(
-    replayed: Replayed,
-    call: LayerCall,
-    form: Form,
-    tensors: Tensors,
-    gradients: Gradients,
-    wanted: Gradients,
-) -> str | None:
-    """What a replay gives otherwise than ``wanted``."""
-    try:
-        with call.layer.weights.occupy(Phase.BACKWARD):
-            found = _run_backward(replayed, call, form, tensors, gradients)
-    except RematerializationError:
-        return "random numbers"
-    return different_ones(found, wanted, "gradient")
+class _Backward(NamedTuple):
+    """One backward of a call whose forward was replayed."""
+
+    call: LayerCall
+    form: Form
+    tensors: Tensors
+    gradients: Gradients
+    """Of its results."""
+    around: Around
+
+    def with_input(self) -> "_Backward":
+        """With all tensors of the call, not only those that were kept on the device."""
+        return self._replace(tensors=self.call.with_input(self.tensors))
+
+    def run(self) -> Gradients:
+        """Recompute the layer and differentiate it, within a visit."""
+        facts, call = self.form.facts, self.call
+        inputs = facts.inputs(self.tensors)
+        with call.ambient.rng.replay():
+            results = facts.recompute(inputs)
+            call.require_same_end()
+        return facts.differentiate(results, inputs, self.gradients, self.around)
+
+    def replay(
+        self, replayed: Replayed, in_place: bool = False, is_again: bool = False
+    ) -> Gradients:
+        call, arrived = self.call, [each for each in self.gradients if each is not None]
+        if self.form.kind == "kept" and replayed is not self.form.steady:
+            return replayed.run(arrived, in_place)
+        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
+            return replayed.run([*self.tensors, *arrived], in_place, is_again)
+        with call.ambient.rng.replay():
+            found = replayed.run([*self.tensors, *arrived], in_place, is_again)
+            call.require_same_end()
+        return found
+
+    def differs(self, replayed: Replayed, wanted: Gradients) -> str | None:
+        """What a replay gives otherwise than ``wanted``."""
+        try:
+            with self.call.layer.weights.occupy(Phase.BACKWARD):
+                found = self.replay(replayed)
+        except RematerializationError:
+            return "random numbers"
+        return different_ones(found, wanted, "gradient")
 
 
-def _run_backward(
-    replayed: Replayed,
-    call: LayerCall,
-    form: Form,
-    tensors: Tensors,
-    gradients: Gradients,
-    in_place: bool = False,
-    is_again: bool = False,
-) -> list[torch.Tensor | None]:
-    arrived = [each for each in gradients if each is not None]
-    if form.kind == "kept" and replayed is not form.steady:
-        return replayed.run(arrived, in_place)
-    if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
-        return replayed.run([*tensors, *arrived], in_place, is_again)
-    with call.ambient.rng.replay():
-        found = replayed.run([*tensors, *arrived], in_place, is_again)
-        call.require_same_end()
-    return found
+def _is_watched(layer: LayerBody, kind: Kind) -> bool:
+    """Whether somebody looks at the call that comes, so that it is not replayed."""
+    check, watches = layer.context.check, layer.context.watches
+    is_checked = kind != "inference" and check is not None and layer.index in check.unchecked
+    return is_checked or (watches is not None and watches(layer.index))
 
 
 def _seen(call: LayerCall, run: Callable[[], Any]) -> tuple[Any, set[str]]:

@@ -108,7 +108,7 @@ class Form:
     last_visit: int = 0
     """Its number among all visits of the layer."""
     num_replays: int = 0
-    """Of its forward."""
+    """Of its recorded forward."""
     refusal: str | None = None
     """Why nothing of it is recorded."""
     shown: CallFacts | None = None
@@ -169,7 +169,7 @@ class Form:
         """Nothing of it is recorded; what is known stays."""
         self.forward = self.backward = self.steady = self.held = None
         self.wants_steady, self.in_flight = False, lambda: None
-        self.rows, self.num_rows = {}, Counter()
+        self.num_replays, self.rows, self.num_rows = 0, {}, Counter()
 
     def refuse(self, reason: str) -> None:
         self.clear()

@@ -70,13 +70,10 @@ class StreamedLayer(LayerBody):
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
         forward = partial(self._recompute, args, kwargs, condition)
-        if check is not None and self.index in check.unchecked:
-            if replays is not None:
-                replay = partial(replays.call, "recomputed", self, args, kwargs, condition)
-                forward = partial(replay, forward, is_checked=True)
-            return check.watch(self.index, forward, given)
         if replays is not None:
-            return replays.call("recomputed", self, args, kwargs, condition, forward)
+            forward = partial(replays.call, "recomputed", self, args, kwargs, condition, forward)
+        if check is not None and self.index in check.unchecked:
+            return check.watch(self.index, forward, given)
         return forward()
 
     def _keep_recorded(

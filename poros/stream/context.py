@@ -52,8 +52,6 @@ class Replayer(Protocol):
         condition: Condition,
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
-        *,
-        is_checked: bool = False,
     ) -> Any:
         """Replay a call of a layer if it is recorded, else run it; return its result."""
 

@@ -494,7 +494,6 @@ WAYS = {
 """Fields of the policy, and how often the steps run."""
 
 
-@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROWS)
@@ -535,7 +534,6 @@ def in_one_sum(genuine: Any, self: Terms) -> Any:
 DORA = replace(DENSE, kind="dora")
 
 
-@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.parametrize(
     ("fault", "name"),
     [

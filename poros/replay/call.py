@@ -4,11 +4,9 @@ What may change between its forward and its backward is what may change between 
 that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
 ``poros.stream.state``; its input or any other tensor it was given must not be edited in place.
 
-Its arguments and results are taken apart into tensors and a template: a recording is made of one
-call and replayed for others, and a template says what all of them have in common.
-
-``CallFacts`` is what is known of such calls once one has run, and makes such a call again for those
-that record it (``poros.replay.recording``): its tensors lie elsewhere then.
+Its arguments and results are taken apart into tensors and a template, since a recording is made of
+one call and replayed for others. ``CallFacts`` is what is known of such calls once one has run, and
+makes such a call again for those that record it: its tensors lie elsewhere then.
 
 An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
 forward and its backward is seen in frozen adapters alone, by their values; of what is trained, or
@@ -64,13 +62,8 @@ class EmptySpec(NamedTuple):
 def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     """``value`` with each distinct tensor moved to ``tensors`` and its place left behind.
 
-    Args:
-        value: A tensor, a plain value, or a (named) tuple of such.
-        where: What it is, for the error.
-        tensors: Extended; a tensor that is in it already is not added again.
-
     Raises:
-        UnsupportedModelError: If there is anything else in ``value``.
+        UnsupportedModelError: If there is more than tensors in tuples and plain values.
     """
     if isinstance(value, torch.Tensor):
         for number, known in enumerate(tensors):
@@ -173,11 +166,7 @@ class LayerCall(Call):
         return self.taken_apart(returned)[1]
 
     def taken_apart(self, returned: Any) -> tuple[Any, list[torch.Tensor]]:
-        """What the layer has returned, with places instead of tensors; and these.
-
-        Raises:
-            UnsupportedModelError: If there is more than tensors in tuples and plain values.
-        """
+        """What the layer has returned, as ``tree_flatten`` takes it apart; and its tensors."""
         results: list[torch.Tensor] = []
         return tree_flatten(returned, f"result of {self.layer.name}", results), results
 
@@ -219,10 +208,7 @@ class LayerCall(Call):
         )
 
     def is_like(self, other: "LayerCall") -> bool:
-        """Whether both were given hidden states, first of all, and tensors of the same form.
-
-        Whether hidden states have a graph is not looked at.
-        """
+        """Whether both were given hidden states, of a graph or of none, and tensors of one form."""
         hidden, *others = self._forms
         same_hidden, *same_others = other._forms
         return (
@@ -234,10 +220,7 @@ class LayerCall(Call):
         )
 
     def again(self, tensors: Sequence[torch.Tensor], rng: RngStash) -> "LayerCall":
-        """The same call of the layer with other ``tensors`` of that form, from other random states.
-
-        For a layer without code of the user inside.
-        """
+        """The same call with other ``tensors`` of that form, from other random states."""
         found = object.__new__(LayerCall)
         found.__dict__.update(self.__dict__)
         found.tensors, found.others, found.offloaded = tensors, tensors[1:], None
@@ -271,12 +254,7 @@ class LayerCall(Call):
 
 
 class CallFacts:
-    """What one call has shown of its form. It keeps none of its tensors.
-
-    Args:
-        call: That has run in the graph around it.
-        template: What it gave, with places instead of tensors.
-        results: These.
+    """What a call that has run in the graph around it has shown of its form; none of its tensors.
 
     Attributes:
         leaves: What stands in for its trained parameters, of which a visit has to know.

@@ -1,8 +1,7 @@
 """Visits of a layer that are recorded once and replayed: see ``poros.replay.graphs``.
 
 A visit starts the same work each time: its block lies in the same slot, its adapters where they
-were. So the forward, and the recomputation with its gradients, are recorded once for each form of
-call, and then cost one call of the host instead of hundreds.
+were. So forwards, and recomputations with their gradients, are recorded once for each form of call.
 
 Note: Eager is the way out
     Whatever is not certain to be the same work keeps the graph of its forward
@@ -84,8 +83,7 @@ class Captures:
     """The recorded visits of one prepared model.
 
     Args:
-        recorder: Records.
-        device: Where layers run.
+        recorder: Records on ``device``.
         is_strict: Whether a recording with other bits is an error.
         most_tokens: Of a call, for it to be recorded.
 
@@ -134,16 +132,10 @@ class Captures:
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
     ) -> Any:
-        """Replay a call of a layer if it is recorded, else run it; return its result.
+        """Replay a call of a layer if it is recorded, else ``run`` it; return its result.
 
-        Args:
-            kind: Of call.
-            layer: The layer.
-            args: Its arguments.
-            kwargs: Likewise.
-            condition: What decides what it computes, now.
-            run: Its forward, in the graph around it.
-            beside: The same beside a replay that is compared with it, if that is another one.
+        ``condition``: what decides what it computes, now. ``beside``: its forward beside a replay
+        that is compared with it, if that is another one than ``run``.
         """
         try:
             call = LayerCall(layer, args, kwargs, condition)
@@ -293,10 +285,10 @@ class Captures:
         in_place: bool = False,
         behind: Replayed | None = None,
     ) -> tuple[Gradients, Replayed | None]:
-        """The gradients of a call, for each use of a source; not within a visit.
+        """The gradients of a call whose forward was replayed, for each use of a source.
 
         Args:
-            call: The call, whose forward was replayed.
+            call: The call.
             form: What is known of such calls.
             tensors: What was kept of it.
             gradients: Of its results.

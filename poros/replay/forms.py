@@ -26,8 +26,7 @@ class Replayed:
     """One recording, with the fixed memory that it reads from and writes to.
 
     Attributes:
-        places: For each result where it is: its number in ``gives``; -1 - n if it is the n-th of
-            what was given; None if there is none.
+        places: For each result its number in ``gives``; None if there is none.
         is_proved: Whether it has given what an eager visit gave.
         casts: Makes the casts of adapters that it reads, in fixed memory that others share; None if
             it makes its own.
@@ -60,16 +59,7 @@ class Replayed:
             self.casts.replay()
         self.recording.replay()
         made = self.gives.tensors if in_place else self.gives.copies()
-        return self.found_in(sources, made)
-
-    def found_in(
-        self, sources: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """Its results, of what it reads and what it has ``made``."""
-        return [
-            None if place is None else made[place] if place >= 0 else sources[-1 - place]
-            for place in self.places
-        ]
+        return [None if place is None else made[place] for place in self.places]
 
 
 def hold_tensors(modules: Sequence[nn.Module]) -> bool:

@@ -26,9 +26,8 @@ from poros.stream.within import without_collector
 MOST_FLOP = 2.5e12
 """Of the products of one layer's forward. With more, a device is busy with one layer for longer
 than the host with the next, and recordings take memory for nothing: on an H200 a step of a 7B model
-took 0.7 of its time with 2048 tokens (0.95e12 for each layer), and all of it with 8192 (3.8e12). Of
-eight micro-batches of 2048 tokens under autocast, 8 layers of a 32B model (2.0e12) took 0.93 of it.
-That took 0.2 GB more with two slots, and 0.12 GB for each layer that is kept."""
+took 0.7 of its time with 2048 tokens (0.95e12 for each layer), and all of it with 8192 (3.8e12);
+eight micro-batches of 2048 tokens through 8 layers of a 32B model (2.0e12), 0.93 of it."""
 
 _ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
@@ -46,9 +45,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
-        """Record what ``run`` does. It may be done as it is recorded, or not.
-
-        Whatever it reads and writes besides its own temporary tensors has to stay where it is.
+        """Record what ``run`` does, which may be done meanwhile; its tensors have to stay there.
 
         Args:
             run: Does it.
@@ -165,11 +162,8 @@ class Spec(NamedTuple):
 class Fixed:
     """Tensors at one address each.
 
-    Args:
-        specs: What they are.
-        device: Where.
-        groups: One number for each. Those of one number and dtype lie side by side, and so do their
-            copies; no memory is held for others by keeping one.
+    Those of one number of ``groups`` and one dtype lie side by side, and so do their copies; no
+    memory is held for others by keeping one.
     """
 
     def __init__(

@@ -117,20 +117,13 @@ class Recordings:
 
         def run() -> None:
             found = values()
-            known = {id(tensor): -1 - number for number, tensor in enumerate(given.tensors)}
-            own = [
-                (each, OF_ADAPTERS if source.number >= len(facts.specs) else 0)
-                for source, each in zip(facts.uses.sources, found, strict=True)
-                if each is not None and id(each) not in known
-            ]
+            there = [number for number, each in enumerate(found) if each is not None]
             # Gradients of adapters stay, and are summed up together; those of inputs go.
-            gives = self._give([each for each, _ in own], [group for _, group in own])
-            numbers = {id(each): number for number, (each, _) in enumerate(own)}
-            places = [
-                None if each is None else known.get(id(each), numbers.get(id(each)))
-                for each in found
-            ]
-            made.append((gives, places))
+            sources = [facts.uses.sources[number] for number in there]
+            groups = [OF_ADAPTERS if each.number >= len(facts.specs) else 0 for each in sources]
+            gives = self._give([each for each in found if each is not None], groups)
+            places = {number: place for place, number in enumerate(there)}
+            made.append((gives, [places.get(number) for number in range(len(found))]))
 
         recording, casts = self._record(layer, facts, run)
         return Replayed(recording, given, *made[0], casts)

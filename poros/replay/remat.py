@@ -10,9 +10,6 @@ The local graph is the one the resident run builds, fed with the same bits, so t
 same bits (Poros technical report, Algorithm 1 and Proposition 1; Chen et al. 2016 for the
 recomputation).
 
-It is taken where visits are replayed from recordings (``poros.replay.captures``), for calls with
-nothing unusual about them; all others keep the graph of their forward (``poros.stream.general``).
-
 Two choices differ from the report. Recomputation is per layer even if several layers travel as one
 block, because the smallest graph needs the least memory. And the forward is recorded *with*
 gradients enabled: a kernel that looks at the grad mode (a fused attention backend) then takes the
@@ -38,9 +35,8 @@ Differentiate = Callable[..., tuple[Gradients, Replayed | None]]
 class RematerializeLayer(torch.autograd.Function):
     """Gives what the replayed forward of a ``LayerCall`` gave; its backward is replayed, or runs.
 
-    Inputs are the call, its results, what is kept for backward, then what is used: as inputs of the
-    Function these get their gradients from autograd itself, so hooks, clipping, accumulation and
-    DDP see nothing unusual.
+    What is used, the last inputs, gets its gradients from autograd itself, so hooks, clipping,
+    accumulation and DDP see nothing unusual.
 
     Exactness:
         Outputs and gradients are bitwise equal to running the layer in the surrounding graph, if
@@ -95,15 +91,9 @@ class RematerializeLayer(torch.autograd.Function):
 
 
 class ReplayedVisit:
-    """A replayed forward of a ``LayerCall`` that is no node of a graph.
+    """A replayed forward of a ``LayerCall`` that is no node of a graph: it ``may_be_apart``.
 
-    Whoever has it takes its gradients, once.
-
-    Args:
-        call: The call.
-        form: What is known of such calls, which ``may_be_apart``.
-        kept: Of its tensors, those that it keeps.
-        differentiate: Takes its gradients.
+    Whoever has it takes its gradients, once. It keeps of the call's tensors those ``kept``.
     """
 
     def __init__(
@@ -123,11 +113,7 @@ class ReplayedVisit:
         return ReplayedVisit(call, self.form, kept, self._differentiate)
 
     def intact(self) -> Sequence[torch.Tensor]:
-        """What it keeps.
-
-        Raises:
-            RematerializationError: As ``RematerializeLayer``.
-        """
+        """What it keeps; raises as ``RematerializeLayer``."""
         if self._versions != [each._version for each in self._kept]:
             raise RematerializationError(_written(self.call))
         self.call.require_unchanged()
@@ -139,11 +125,7 @@ class ReplayedVisit:
         self.form.release(self.call)
 
     def backward(self, gradient: torch.Tensor, sums: GradientSums) -> torch.Tensor | None:
-        """Accumulate the gradients of parameters, as autograd does; that of the hidden states.
-
-        Args:
-            gradient: Of its result.
-            sums: Of the gradients of the layer's parameters.
+        """Add the gradients of parameters to ``sums``, as autograd does; that of the hidden states.
 
         Exactness:
             Terms of what it uses several times are added in the order in which autograd adds them
@@ -188,14 +170,10 @@ def rematerialize(
     kept: Sequence[torch.Tensor],
     differentiate: Differentiate,
 ) -> Any:
-    """Have the backward of ``call`` recompute it; the layer's result in its own form.
+    """Have autograd keep ``kept`` of the call's tensors, and ``differentiate`` be its backward.
 
-    Args:
-        call: The call.
-        form: What is known of such calls.
-        results: Of its forward.
-        kept: Of its tensors, those that autograd is to keep.
-        differentiate: Takes its gradients.
+    Returns:
+        The layer's result in its own form, made of ``results``.
     """
     facts, sources = form.facts, (call.tensors, call.parameters)
     given, terms = hand_in(*sources, facts.uses, facts.gives_casts, call.layer.name)

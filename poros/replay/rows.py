@@ -42,13 +42,7 @@ _LEAST_ROWS = 4
 
 
 class Row:
-    """Visits of one form by several micro-batches, joined.
-
-    Args:
-        form: Of which a forward and a backward are recorded.
-        memory: That recordings share.
-        number: Of the micro-batches.
-        piece: The gradients of adapters that its backward gives.
+    """Visits of one form by a ``number`` of micro-batches, joined.
 
     Attributes:
         hidden: Their hidden states, and after a replay their results.
@@ -92,12 +86,7 @@ class Row:
 
 
 class Rows:
-    """Replays visits that are right behind another one of their layer.
-
-    Args:
-        memory: That recordings share.
-        recorder: Joins them.
-        note: Is told of how many visits of a form were replayed.
+    """Replays visits that are right behind another one of their layer, and notes how many.
 
     Attributes:
         num_joined: Visits that were replayed in one go with others.
@@ -119,8 +108,8 @@ class Rows:
         Args:
             visit: Without a graph.
             arguments: A call of another layer by the micro-batch, with the same arguments but for
-                the hidden states.
-            hidden: These.
+                the ``hidden`` states.
+            hidden: Hidden states.
             rng: The random states that it begins with. They are those of now only if it draws.
 
         Returns:
@@ -175,10 +164,7 @@ class Rows:
     ) -> Sequence[torch.Tensor | None] | None:
         """``ReplayedVisit.backward`` of each; None if that is not recorded, and nothing was done.
 
-        Args:
-            visits: Right behind one whose backward was replayed, and has begun ``sums``.
-            gradients: Of their results.
-            sums: Of the gradients of the layer's parameters.
+        They are right behind one whose backward was replayed, and has begun ``sums``.
         """
         form, behind, number = visits[0].form, sums.behind, len(visits)
         if behind is None or not _may_be_together(visits, gradients[0]):
@@ -225,7 +211,9 @@ class Rows:
         if forward is None or backward is None or piece is None:
             return None
         uses = [use for each in form.facts.uses.of_tensors for use in each]
-        if uses and all(backward.places[use] is None for use in uses):
+        places = [backward.places[use] for use in uses]
+        terms = [backward.gives.tensors[each] for each in places if each is not None]
+        if uses and not terms:
             return None
         row = Row(form, self._memory, number, piece)
         (result,) = forward.gives.tensors
@@ -237,8 +225,6 @@ class Rows:
                 forward.recording,
                 self._copies([given[0]], [result]),
             ]
-            found = backward.found_in([*given, gradient], backward.gives.tensors)
-            terms = [each for use in uses if (each := found[use]) is not None]
             backwards += [
                 self._copies(backward.given.tensors, [*given, gradient]),
                 backward.recording,

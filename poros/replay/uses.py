@@ -68,8 +68,7 @@ class Uses:
         sources: The source of each use, in the order of ``walk``.
         order: The uses, as their gradients arrive. A source's last use stands where its gradient is
             complete and its hooks run.
-        num_tensors: Of the sources, those below are tensors that the layer was given; the others
-            are its parameters.
+        num_tensors: Sources of lower numbers are tensors that the layer was given.
 
     Attributes:
         by_source: The uses of each source, in the order in which the terms add up.
@@ -116,8 +115,7 @@ def walk(
     """All uses of sources in the graph of ``results``; in the same order in graphs of one form.
 
     Args:
-        results: What the layer gave.
-        tensors: What it was given, whatever graph is behind it.
+        tensors: What the layer was given, whatever graph is behind it.
         parameters: Its trained parameters, or what stands in for them.
         has_casts: Whether a cast of a parameter is autocast's, which ends the graph of the layer.
         first: Nodes below this number are not of the layer.
@@ -170,10 +168,8 @@ class Observation:
     gradient when others want it, so a call with such a one shows nothing.
 
     Args:
-        uses: Of the graph.
-        num_tensors: How many of the sources are no parameters.
-        results: What the layer gave.
-        device: Where it runs.
+        uses: Of the graph; their sources from ``num_tensors`` on are parameters.
+        results: What the layer gave, on ``device``.
         learn: Is called once, when a backward has taken all gradients there are, with the uses and
             with what that backward ran under.
     """

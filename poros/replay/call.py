@@ -173,7 +173,7 @@ class LayerCall(Call):
     def offload_input(self) -> Sequence[torch.Tensor]:
         """Have the layer's input wait on the host if it can; what autograd has to keep."""
         tensors = self.tensors
-        if tensors and self._args and tree_unflatten(self._args[0], tensors) is tensors[0]:
+        if self._args[:1] == [LeafSpec(0)]:
             self.offloaded = self.layer.offload(tensors[0])
         return tensors[1:] if self.offloaded is not None else tensors
 

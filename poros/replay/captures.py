@@ -41,8 +41,8 @@ from poros.replay.call import LEAVES, CallFacts, LayerCall
 from poros.replay.forms import Form, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
-from poros.replay.remat import ReplayedVisit, rematerialize
-from poros.replay.routing import Gradients, Tensors
+from poros.replay.remat import RematerializeLayer, ReplayedVisit
+from poros.replay.routing import Gradients, Tensors, hand_in
 from poros.replay.rows import Rows
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
@@ -227,7 +227,11 @@ class Captures:
         if apart is not None and form.facts.may_be_apart:
             apart.append(ReplayedVisit(call, form, kept, self.backward))
             return form.facts.result_of(results)
-        return rematerialize(call, form, results, kept, self.backward)
+        uses, gives_casts = form.facts.uses, form.facts.gives_casts
+        given, terms = hand_in(call.tensors, call.parameters, uses, gives_casts, call.layer.name)
+        outputs = RematerializeLayer.apply(call, form, self.backward, terms, results, kept, *given)
+        call.tensors = ()  # autograd keeps them from here on, and releases them after backward
+        return form.facts.result_of(outputs)
 
     def _would_lose(self, form: Form) -> bool:
         """Whether replaying the forward of ``form`` could overwrite a graph that is held."""

@@ -25,7 +25,7 @@ from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import LayerCall, total
 from poros.replay.forms import Form, Replayed
-from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
+from poros.replay.routing import Gradients, GradientSums, Terms
 from poros.replay.uses import Source
 
 Differentiate = Callable[..., tuple[Gradients, Replayed | None]]
@@ -161,23 +161,3 @@ def _written(call: LayerCall) -> str:
         "edited in place between forward and backward (an optimizer step in between?), so the "
         "forward cannot be recomputed; edit it after backward"
     )
-
-
-def rematerialize(
-    call: LayerCall,
-    form: Form,
-    results: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    differentiate: Differentiate,
-) -> Any:
-    """Have autograd keep ``kept`` of the call's tensors, and ``differentiate`` be its backward.
-
-    Returns:
-        The layer's result in its own form, made of ``results``.
-    """
-    facts, sources = form.facts, (call.tensors, call.parameters)
-    given, terms = hand_in(*sources, facts.uses, facts.gives_casts, call.layer.name)
-    outputs = RematerializeLayer.apply(call, form, differentiate, terms, results, kept, *given)
-    # Autograd keeps them from here on, and releases them after backward.
-    call.tensors = ()
-    return facts.result_of(outputs)

@@ -41,7 +41,7 @@ STEP = tuple(
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition context frozen general "
         "layer_index marks namespaces offload rng settings visit within",
-        "replay": "call captures casts forms graphs joined recording remat routing rows uses",
+        "replay": "call captures casts forms graphs recording remat routing rows uses",
         "accumulation": "calls distributed draws foreign gradients group head host_values loop "
         "micro_batch modules observed parked trainer",
         "model": "measuring runtime sizing",

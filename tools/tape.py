@@ -26,8 +26,6 @@ class TapeRecorder(Recorder):
         tapes: Those that are alive.
     """
 
-    sees_operators = True
-
     def __init__(self) -> None:
         self.num_replays = 0
         self.num_recorded = 0
@@ -46,9 +44,6 @@ class TapeRecorder(Recorder):
 
     def join(self, recordings: Sequence[Recording]) -> Recording:
         return _Joined([each.tape for each in recordings if isinstance(each, _TapeRecording)])
-
-    def give_back(self) -> None:
-        pass
 
     def forget(self) -> None:
         self._last = None

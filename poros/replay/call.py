@@ -4,11 +4,9 @@ What may change between its forward and its backward is what may change between 
 that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
 ``poros.stream.settings``; its input or any other tensor it was given must not be edited in place.
 
-Its arguments and results are taken apart into tensors and a template: a recording is made of one
-call and replayed for others, and a template says what all of them have in common.
-
-``CallFacts`` is what is known of such calls once one has run, and makes such a call again for those
-that record it (``poros.replay.recording``): its tensors lie elsewhere then.
+Its arguments and results are taken apart into tensors and a template, since a recording is made of
+one call and replayed for others. ``CallFacts`` is what is known of such calls once one has run, and
+makes such a call again for those that record it: its tensors lie elsewhere then.
 
 An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
 forward and its backward is seen in frozen adapters alone, by their values; of what is trained, or
@@ -16,8 +14,8 @@ stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -64,13 +62,8 @@ class EmptySpec(NamedTuple):
 def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     """``value`` with each distinct tensor moved to ``tensors`` and its place left behind.
 
-    Args:
-        value: A tensor, a plain value, or a (named) tuple of such.
-        where: What it is, for the error.
-        tensors: Extended; a tensor that is in it already is not added again.
-
     Raises:
-        UnsupportedModelError: If there is anything else in ``value``.
+        UnsupportedModelError: If there is more than tensors in tuples and plain values.
     """
     if isinstance(value, torch.Tensor):
         for number, known in enumerate(tensors):
@@ -173,18 +166,14 @@ class LayerCall(Call):
         return self.taken_apart(returned)[1]
 
     def taken_apart(self, returned: Any) -> tuple[Any, list[torch.Tensor]]:
-        """What the layer has returned, with places instead of tensors; and these.
-
-        Raises:
-            UnsupportedModelError: If there is more than tensors in tuples and plain values.
-        """
+        """What the layer has returned, as ``tree_flatten`` takes it apart; and its tensors."""
         results: list[torch.Tensor] = []
         return tree_flatten(returned, f"result of {self.layer.name}", results), results
 
     def offload_input(self) -> Sequence[torch.Tensor]:
         """Have the layer's input wait on the host if it can; what autograd has to keep."""
         tensors = self.tensors
-        if tensors and self._args and tree_unflatten(self._args[0], tensors) is tensors[0]:
+        if self._args[:1] == [LeafSpec(0)]:
             self.offloaded = self.layer.offload(tensors[0])
         return tensors[1:] if self.offloaded is not None else tensors
 
@@ -208,10 +197,6 @@ class LayerCall(Call):
             return "saved tensors that are packed"
         return None
 
-    def is_seen(self) -> bool:
-        """Whether somebody wants to see what happens within this backward."""
-        return torch._C._len_torch_dispatch_stack() > 0
-
     @cached_property
     def _forms(self) -> tuple[tuple[Hashable, ...], ...]:
         return tuple(
@@ -223,10 +208,7 @@ class LayerCall(Call):
         )
 
     def is_like(self, other: "LayerCall") -> bool:
-        """Whether both were given hidden states, first of all, and tensors of the same form.
-
-        Whether hidden states have a graph is not looked at.
-        """
+        """Whether both were given hidden states, of a graph or of none, and tensors of one form."""
         hidden, *others = self._forms
         same_hidden, *same_others = other._forms
         return (
@@ -238,10 +220,7 @@ class LayerCall(Call):
         )
 
     def again(self, tensors: Sequence[torch.Tensor], rng: RngStash) -> "LayerCall":
-        """The same call of the layer with other ``tensors`` of that form, from other random states.
-
-        For a layer without code of the user inside.
-        """
+        """The same call with other ``tensors`` of that form, from other random states."""
         found = object.__new__(LayerCall)
         found.__dict__.update(self.__dict__)
         found.tensors, found.others, found.offloaded = tensors, tensors[1:], None
@@ -274,17 +253,14 @@ class LayerCall(Call):
 
 
 class CallFacts:
-    """What one call has shown of its form. It keeps none of its tensors.
-
-    Args:
-        call: That has run in the graph around it.
-        template: What it gave, with places instead of tensors.
-        results: These.
+    """What a call that has run in the graph around it has shown of its form; none of its tensors.
 
     Attributes:
         leaves: What stands in for its trained parameters, of which a visit has to know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
+        rng: The random states that it began with.
+        tally: Counts calls of its adapters; None if they run as PEFT has them.
         uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
         gives_casts: Whether gradients of adapters that autocast casts are those of the casts.
     """
@@ -299,49 +275,24 @@ class CallFacts:
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self._are_leaves = [tensor.is_leaf for tensor in call.tensors]
-        self.uses, self.gives_casts = Uses((), ()), False
-        self.uses_of_tensors: Sequence[Sequence[int]] = ()
-        """Of each tensor that needs a gradient."""
-        self.uses_of_parameters: Sequence[tuple[int, Sequence[int]]] = ()
-        """The number of each parameter that is used, and its uses."""
-        self.uses_parameters_once = False
+        self.rng, self.tally = call.rng, call.layer.context.tally
+        self.uses, self.gives_casts = Uses((), (), 0), False
 
     def learn(self, uses: Uses) -> None:
         """A backward has shown the ``uses``."""
-        self.uses, num_tensors = uses, len(self.specs)
-        by_source = {
-            source: uses.several.get(source, [uses.sources.index(source)]) for source in uses.given
-        }
-        self.uses_of_tensors = [by_source[each] for each in by_source if each.number < num_tensors]
-        self.uses_of_parameters = [
-            (each.number - num_tensors, by_source[each])
-            for each in by_source
-            if each.number >= num_tensors
-        ]
-        self.uses_parameters_once = all(len(each) == 1 for _, each in self.uses_of_parameters)
-        self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
+        self.uses = uses
+        self.gives_casts = self._call.shares_casts or uses.has_meeting_casts
 
     @property
     def may_be_apart(self) -> bool:
         """Whether gradients need no graph around it: it gives one result, and none of casts."""
-        return len(self.forms) == 1 and self.forms[0][2] and not self.gives_casts
+        has_one_result = len(self.forms) == 1 and self.forms[0][2]
+        return has_one_result and len(self.uses.of_tensors) <= 1 and not self.gives_casts
 
     @property
     def has_gradient_of_hidden(self) -> bool:
         """Whether the first of its tensors needs a gradient."""
         return bool(self._need_gradients) and self._need_gradients[0]
-
-    def is_of_adapter(self, use: int) -> bool:
-        """Whether the gradient for that use is an adapter's."""
-        return self.uses.sources[use].number >= len(self.specs)
-
-    def gradients_of_tensors(self, found: Gradients) -> list[torch.Tensor]:
-        """Of ``found``, one for each use, the sums for what the layer was given, as autograd adds.
-
-        Those of tensors that need a gradient and have got one.
-        """
-        sums = (total([found[use] for use in uses]) for uses in self.uses_of_tensors)
-        return [each for each in sums if each is not None]
 
     def result_of(self, values: Sequence[Any]) -> Any:
         """A layer's result in its own form, with ``values`` in the places of its tensors."""
@@ -357,24 +308,21 @@ class CallFacts:
         ]
 
     def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
-        """The layer on ``inputs``, in the state of the call; within a visit with ``adapters``."""
+        """The layer on ``inputs``, in the state of the call, from the random states of now."""
         with self._call.around(), torch.set_grad_enabled(has_graph):
             results = self._call.run(inputs)
         if any(each._backward_hooks for each in inputs):
             raise UnsupportedModelError("it registers hooks on what it is given")
         return results
 
-    def recompute(self, inputs: Sequence[torch.Tensor], leaves_out: bool) -> list[torch.Tensor]:
+    def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same as a recomputation.
-
-        Args:
-            inputs: Leaves.
-            leaves_out: Whether products may be left out whose values nobody needs.
 
         Raises:
             RematerializationError: If it gives tensors of another form than the forward.
         """
-        with recomputing(self._call.layer.context.tally, leaves_out):
+        # A mode that sees operators would see tensors without values.
+        with recomputing(self.tally, not torch._C._len_torch_dispatch_stack()):
             results = self.run(inputs)
         forget(results)
         if _forms(results) != self.forms:
@@ -392,15 +340,7 @@ class CallFacts:
         around: Around,
         keeps_graph: bool = False,
     ) -> list[torch.Tensor | None]:
-        """The gradients of ``results``, one for each use of a source.
-
-        Args:
-            results: What the layer gave of ``inputs``.
-            inputs: Leaves.
-            gradients: Of the results, as they arrive.
-            around: What the backward runs under.
-            keeps_graph: Whether the graph of the results stays.
-        """
+        """The gradients of ``results`` of ``inputs``, one for each use of a source."""
         with Within(around.surroundings.enter):
             return differentiate(
                 *(self._call.layer.name, results, gradients, inputs, self._own, self.uses),
@@ -409,20 +349,9 @@ class CallFacts:
                 keeps_graph=keeps_graph,
             )
 
-    @contextmanager
-    def recording(self, draws_anew: bool = False) -> Iterator[None]:
-        """Nothing is kept or counted of what runs, from the random state of the call.
-
-        Args:
-            draws_anew: Whether the random state is that of now instead.
-        """
-        tally = self._call.layer.context.tally
-        with ExitStack() as stack:
-            if not draws_anew:
-                stack.enter_context(self._call.rng.replay())
-            if tally is not None:
-                stack.enter_context(tally.recording())
-            yield
+    def uncounted(self) -> AbstractContextManager[object]:
+        """Nothing of what runs in the body is kept or counted."""
+        return nullcontext() if self.tally is None else self.tally.recording()
 
 
 def total(terms: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

@@ -1,8 +1,7 @@
 """Visits of a layer that are recorded once and replayed: see ``poros.replay.graphs``.
 
 A visit starts the same work each time: its block lies in the same slot, its adapters where they
-were. So the forward, and the recomputation with its gradients, are recorded once for each form of
-call, and then cost one call of the host instead of hundreds.
+were. So forwards, and recomputations with their gradients, are recorded once for each form of call.
 
 Note: Eager is the way out
     Whatever is not certain to be the same work keeps the graph of its forward
@@ -33,17 +32,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.replay.call import LEAVES, CallFacts, LayerCall
-from poros.replay.forms import Form, HeldGraphs, Replayed, hold_tensors
+from poros.replay.forms import Form, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
-from poros.replay.remat import ReplayedVisit, rematerialize
-from poros.replay.routing import Gradients, Tensors
+from poros.replay.remat import RematerializeLayer, ReplayedVisit
+from poros.replay.routing import Gradients, Tensors, hand_in
 from poros.replay.rows import Rows
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
@@ -52,15 +51,14 @@ from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.context import Kind
 from poros.stream.namespaces import OF_MODULES, bound, contents_of
-from poros.utils.logging_setup import ProgressLog
 
 logger = logging.getLogger(__name__)
 
-_LEAST_VISITS = 2
-"""Eager visits of a form before it is recorded, one more for each recording of the layer that had
-to make way before it was worth its while. Of several micro-batches together it is one fewer of the
-first form, and ``_LEAST_REPLAYS`` of others: a row of rare length may not come again, and its
-recordings take memory that steps of the usual length have filled."""
+_LEAST_VISITS = 1
+"""Eager visits of a layer's first form before it is recorded, and one more of others. Of several
+micro-batches together it is ``_LEAST_REPLAYS`` of others: a row of rare length may not come again,
+and its recordings take memory that steps of the usual length have filled. One more in all for each
+recording of the layer that had to make way before it was worth its while."""
 _SEVERAL = 3
 _LEAST_REPLAYS = 4
 """From which on a recording was: it takes about as long as two visits that run."""
@@ -75,16 +73,17 @@ _IDLE_VISITS = 16
 _MOST_FORMS = 64
 """Forms of one layer that are remembered."""
 
-NEW = "a form that has not come often enough"
+NEW = "a form that has not come often enough, or a check"
+"""Every run has such visits."""
 ARGUMENTS = "arguments that a layer may write to"
+OTHER_SURROUNDINGS = "a backward in other surroundings than the first one of its form"
 
 
 class Captures:
     """The recorded visits of one prepared model.
 
     Args:
-        recorder: Records.
-        device: Where layers run.
+        recorder: Records on ``device``.
         is_strict: Whether a recording with other bits is an error.
         most_tokens: Of a call, for it to be recorded.
 
@@ -93,7 +92,6 @@ class Captures:
         eager: Visits that ran as always, by reason.
         rows: Replays visits by micro-batches behind a first one.
         num_recorded: Visits of layers that were recorded.
-        recording_ms: How long that took.
         is_on: Whether there is room for recordings.
     """
 
@@ -104,24 +102,23 @@ class Captures:
         is_strict: bool = False,
         most_tokens: float = math.inf,
     ) -> None:
-        self.memory = SharedMemory(device)
+        self._memory = memory = SharedMemory(device)
         self.num_replays = 0
         self.is_on = True
         self.eager: Counter[str] = Counter()
         self.num_recorded = 0
-        self.recording_ms = 0.0
-        self._recorder = recorder
-        self._recordings = Recordings(recorder, self.memory)
+        self.rows = Rows(memory, recorder, self._note_replays)
+        self._recordings = Recordings(recorder, memory)
         self._device = device
         self._is_strict = is_strict
         self._most_tokens = most_tokens
         self._forms: dict[int, dict[Any, Form]] = {}
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
-        self._held = HeldGraphs()
-        self.rows = Rows(self.memory, self._note_replays)
-        self._moved: dict[int, list[Form]] = {}
-        """What was known of layers when their blocks got other places."""
+        self._held: weakref.WeakSet[Form] = weakref.WeakSet()
+        """Forms with a call whose graph lies in the memory of a recording, until its backward."""
+        self._has_moved = False
+        """Whether blocks have got other places since layers were recorded."""
 
     # ------------------------------------------------------------------ forwards
 
@@ -134,20 +131,11 @@ class Captures:
         condition: Condition,
         run: Callable[[], Any],
         beside: Callable[[], Any] | None = None,
-        *,
-        is_checked: bool = False,
     ) -> Any:
-        """Replay a call of a layer if it is recorded, else run it; return its result.
+        """Replay a call of a layer if it is recorded, else ``run`` it; return its result.
 
-        Args:
-            kind: Of call.
-            layer: The layer.
-            args: Its arguments.
-            kwargs: Likewise.
-            condition: What decides what it computes, now.
-            run: Its forward, in the graph around it.
-            beside: The same beside a replay that is compared with it, if that is another one.
-            is_checked: Whether it is not replayed, since somebody checks it.
+        ``condition``: what decides what it computes, now. ``beside``: its forward beside a replay
+        that is compared with it, if that is another one than ``run``.
         """
         try:
             call = LayerCall(layer, args, kwargs, condition)
@@ -158,17 +146,18 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
-            if form.in_flight() is not None or not self._may_be_kept(layer, form):
+            if form.in_flight() is not None or not self._has_place(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")
-            elif self._held.would_lose(form):
-                form.drop_graph()
+            elif self._would_lose(form):
+                form.clear()
                 self._num_wasted[layer.index] += 1
         if form is None:
             return run()
-        if form.forward is None or form.facts is None or is_checked:
+        is_watched = _is_watched(layer, kind)
+        if form.forward is None or is_watched:
             return self._observed(call, form, run)
-        return self._replayed(call, form, form.forward, form.facts, beside or run)
+        return self._replayed(call, form, form.forward, beside or run)
 
     def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""
@@ -176,7 +165,7 @@ class Captures:
         number = form.num_visits + 1
         # Seldom, if no backward shows anything: looking at each call would cost each of them.
         is_due = number <= _LOOKED_AT or not number & (number - 1)
-        if form.refusal is not None or form.facts is not None or not is_due:
+        if form.refusal is not None or form.shown is not None or not is_due:
             self._note_visit(form)
             return run()
         returned, left = _seen(call, run)
@@ -189,7 +178,7 @@ class Captures:
             template, results = call.taken_apart(returned)
             facts = CallFacts(call, template, results)
             if form.kind == "inference":
-                form.facts = facts
+                form.shown = facts
                 return returned
             uses = walk(results, call.tensors, call.parameters, call.has_casts, first)
         except UnsupportedModelError as error:
@@ -202,12 +191,7 @@ class Captures:
         return returned
 
     def _replayed(
-        self,
-        call: LayerCall,
-        form: Form,
-        forward: Replayed,
-        facts: CallFacts,
-        run: Callable[[], Any],
+        self, call: LayerCall, form: Form, forward: Replayed, run: Callable[[], Any]
     ) -> Any:
         """Replay a call whose forward is recorded."""
         phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
@@ -220,7 +204,7 @@ class Captures:
                 return returned
             call.note_end()
             with call.layer.weights.occupy(phase), call.rng.replay():
-                results = forward.run(call.tensors, self.memory)
+                results = forward.run(call.tensors)
                 same_end = call.ends_alike()
             forward.has_drawn = call.has_drawn
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
@@ -231,28 +215,35 @@ class Captures:
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
         with call.layer.weights.occupy(phase):
-            results = forward.run(call.tensors, self.memory)
+            results = forward.run(call.tensors)
         call.note_end()
         self._note_replays(form, 1)
         if form.kind == "inference":
-            return facts.result_of(results)
+            return form.facts.result_of(results)
         form.in_flight = weakref.ref(call)
         if form.kind == "kept":
             self._held.add(form)
         apart = call.layer.context.without_graph
-        if apart is not None and facts.may_be_apart:
-            differentiate = partial(self.backward, in_place=True)
-            apart.append(ReplayedVisit(call, form, facts, kept, differentiate))
-            return facts.result_of(results)
-        differentiate = partial(self.backward, call, form, facts)
-        return rematerialize(call, form, facts, results, kept, differentiate)
+        if apart is not None and form.facts.may_be_apart:
+            apart.append(ReplayedVisit(call, form, kept, self.backward))
+            return form.facts.result_of(results)
+        uses, gives_casts = form.facts.uses, form.facts.gives_casts
+        given, terms = hand_in(call.tensors, call.parameters, uses, gives_casts, call.layer.name)
+        outputs = RematerializeLayer.apply(call, form, self.backward, terms, results, kept, *given)
+        call.tensors = ()  # autograd keeps them from here on, and releases them after backward
+        return form.facts.result_of(outputs)
+
+    def _would_lose(self, form: Form) -> bool:
+        """Whether replaying the forward of ``form`` could overwrite a graph that is held."""
+        held = [each for each in self._held if each.in_flight() is not None]
+        return form.forward is not None and any(other.order > form.order for other in held)
 
     def _note_replays(self, form: Form, number: int) -> None:
         self.num_replays += number
         form.num_replays += number
 
-    def _note_visit(self, form: Form) -> None:
-        self.eager[form.refusal or NEW] += 1
+    def _note_visit(self, form: Form, reason: str = NEW) -> None:
+        self.eager[form.refusal or reason] += 1
         form.num_visits += 1
 
     def _form_of(self, call: LayerCall, kind: Kind) -> Form | None:
@@ -292,20 +283,18 @@ class Captures:
         self,
         call: LayerCall,
         form: Form,
-        facts: CallFacts,
         tensors: Tensors,
         gradients: Gradients,
         *,
         in_place: bool = False,
         behind: Replayed | None = None,
     ) -> tuple[Gradients, Replayed | None]:
-        """The gradients of a call, for each use of a source; not within a visit.
+        """The gradients of a call whose forward was replayed, for each use of a source.
 
         Args:
-            call: The call, whose forward was replayed.
-            form: What was recorded of such calls by then.
-            facts: What was known of them.
-            tensors: What autograd has kept for it.
+            call: The call.
+            form: What is known of such calls.
+            tensors: What was kept of it.
             gradients: Of its results.
             in_place: Whether they may lie in fixed memory, until the next replay.
             behind: The recording of the layer that was replayed right before, for another
@@ -314,166 +303,121 @@ class Captures:
         Returns:
             These; and the recording that has given them, if it was one.
         """
-        arriving = tuple([each is not None for each in gradients])
-        around = Around(arriving, call.layer.surroundings())
-        is_open = not call.is_seen()
-        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
+        around = Around(tuple(each is not None for each in gradients), call.layer.surroundings())
+        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by somebody who wants to see operators
+        replayed = None if is_seen else form.backward_of(call, around)
+        asked = _Backward(call, form, tensors, gradients, around)
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
-                visit = call, call.with_input(tensors), gradients
-                found = self._run_backward(
-                    *(replayed, *visit, form.kind == "kept", in_place),
-                    is_again=behind is replayed,
-                )
+                found = asked.with_input().replay(replayed, in_place, behind is replayed)
             self.num_replays += 1
             return found, replayed
-        with call.layer.visit(Phase.BACKWARD, facts.leaves):
-            tensors = call.with_input(tensors)
-            inputs = facts.inputs(tensors)
-            with call.rng.replay():
-                # A mode that sees operators would see tensors without values.
-                results = facts.recompute(inputs, not torch._C._len_torch_dispatch_stack())
-                call.require_same_end()
-            found = facts.differentiate(results, inputs, gradients, around)
-        if is_open:
-            self._note_visit(form)
-            if form.refusal is None:
-                form.backwards.setdefault(around, None)
+        with call.layer.visit(Phase.BACKWARD, form.facts.leaves):
+            asked = asked.with_input()
+            wanted = asked.run()
+        if not is_seen:
+            is_other = form.backward is not None and around != form.around
+            self._note_visit(form, OTHER_SURROUNDINGS if is_other else NEW)
         if replayed is not None:
-            self._prove_backward(call, form, facts, replayed, around, tensors, gradients, found)
-        return found, None
+            self._prove_backward(asked, replayed, wanted)
+        return wanted, None
 
-    def _prove_backward(
-        self,
-        call: LayerCall,
-        form: Form,
-        facts: CallFacts,
-        replayed: Replayed,
-        around: Around,
-        tensors: Tensors,
-        gradients: Gradients,
-        wanted: Gradients,
-    ) -> None:
+    def _prove_backward(self, asked: "_Backward", replayed: Replayed, wanted: Gradients) -> None:
         """A backward has run: compare its replay with it."""
-        visit, steady = (call, tensors, gradients), form.deterministic.get(around)
-        if steady is None and around in form.deterministic:
+        form, steady = asked.form, asked.form.steady
+        if form.wants_steady and steady is None:
             return  # it is recorded as the next pass begins
-        different = self._differs(replayed, *visit, wanted, form.kind == "kept")
+        different = asked.differs(replayed, wanted)
         if different and steady is None and form.may_vary:
-            form.deterministic[around], self._recordings.varies = None, True
+            form.wants_steady = True
             return
         if different and steady is not None:
-            own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
-            with own_visit, call.rng.replay():
-                wanted = with_steady_attention(facts, tensors, gradients, around)
-            different = self._differs(steady, *visit, wanted, is_kept=False)
-        form.deterministic.pop(around, None)
-        self._settle(call, form, replayed, different)
-
-    def _differs(
-        self,
-        replayed: Replayed,
-        call: LayerCall,
-        tensors: Tensors,
-        gradients: Gradients,
-        wanted: Gradients,
-        is_kept: bool,
-    ) -> str | None:
-        try:
-            with call.layer.weights.occupy(Phase.BACKWARD):
-                found = self._run_backward(replayed, call, tensors, gradients, is_kept)
-        except RematerializationError:
-            return "random numbers"
-        return different_ones(found, wanted, "gradient")
-
-    def _run_backward(
-        self,
-        replayed: Replayed,
-        call: LayerCall,
-        tensors: Tensors,
-        gradients: Gradients,
-        is_kept: bool,
-        in_place: bool = False,
-        is_again: bool = False,
-    ) -> list[torch.Tensor | None]:
-        arrived = [each for each in gradients if each is not None]
-        if is_kept:
-            return replayed.run(arrived, self.memory, in_place)
-        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
-            return replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
-        with call.rng.replay():
-            found = replayed.run([*tensors, *arrived], self.memory, in_place, is_again)
-            call.require_same_end()
-        return found
+            own_visit = asked.call.layer.visit(Phase.BACKWARD, form.facts.leaves)
+            with own_visit, asked.call.rng.replay():
+                facts, about = form.facts, (asked.tensors, asked.gradients, asked.around)
+                wanted = with_steady_attention(facts, *about)
+            different = asked.differs(steady, wanted)
+        form.steady, form.wants_steady = None, False
+        self._settle(asked.call, form, replayed, different)
 
     # ----------------------------------------------------------------- recording
 
     def begin_pass(
         self, layers: Sequence[LayerBody], is_on: bool = True, num_grouped: int = 1
     ) -> bool:
-        """Record what has come often enough; not within a visit, nor in a backward.
+        """Record what has come often enough, not within a visit; whether anything was recorded.
 
         Args:
             layers: Of the model.
             is_on: Whether there is room for recordings.
             num_grouped: Micro-batches that go through the layers together.
-
-        Returns:
-            Whether any was made.
         """
-        self.memory.begin_pass()
+        self._memory.begin_pass()
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on
-        if is_on and self._moved:
-            self._take_up(layers)
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
-        is_group = num_grouped >= _SEVERAL
-        wanted = [] if is_within or not is_on else self._wanted(layers, is_group)
-        begun = time.perf_counter()
-        progress = ProgressLog(logger, "poros: recording layers: %d of %d")
-        num_before, has_given_back = self.num_recorded, False
-        for number, (layer, form) in enumerate(wanted):
-            progress.step(number, len(wanted))
+        if not is_on:
+            return False
+        if self._has_moved:
+            self._take_up(layers)
+        if is_within:
+            return False
+        begun, num_before, has_given_back = time.perf_counter(), self.num_recorded, False
+        for layer, form in self._wanted(layers, num_grouped >= _SEVERAL):
             if self._is_ready(layer, form):
                 if not has_given_back:
-                    self._recorder.give_back()  # replayed visits cannot have what others left
+                    torch.cuda.empty_cache()  # replayed visits cannot have what others left
                 has_given_back = True
                 self._record(layer, form)
-        if is_on and not is_within:
-            self._join(layers)
-        if self.num_recorded > num_before:
-            took = (time.perf_counter() - begun) * 1000
-            self.recording_ms += took
-            made = self.num_recorded - num_before
-            logger.info(
-                "poros: recorded %d calls of layers as CUDA graphs in %.1f s", made, took / 1000
-            )
-        return self.num_recorded > num_before
+        self._join(layers)
+        made = self.num_recorded - num_before
+        if made:
+            took = time.perf_counter() - begun
+            logger.info("poros: recorded %d calls of layers as CUDA graphs in %.1f s", made, took)
+        return made > 0
 
     def _wanted(self, layers: Sequence[LayerBody], is_group: bool) -> list[tuple[LayerBody, Form]]:
-        found = []
+        found, of_others = [], _LEAST_REPLAYS if is_group else _LEAST_VISITS + 1
         for layer in layers:
             forms = self._forms.get(layer.index, {}).values()
             in_use = {form.kind for form in forms if form.num_replays}
             for form in forms:
-                least = _LEAST_VISITS
-                if is_group:  # one row of its length in a group, or one of many
-                    is_first = form.forward is not None or form.kind not in in_use
-                    least = _LEAST_VISITS - 1 if is_first else _LEAST_REPLAYS
+                is_first = form.forward is not None or form.kind not in in_use
+                least = _LEAST_VISITS if is_first else of_others
                 least += self._num_wasted[layer.index]
                 if form.num_visits >= least and form.refusal is None and form.is_wanting:
                     found.append((layer, form))
         return found
 
     def _is_ready(self, layer: LayerBody, form: Form) -> bool:
-        """Whether it can be recorded now: adapters may be switched off for a while, for one."""
+        """Whether it can be recorded now; if need be, another one makes way."""
         now = layer.condition()
-        # A recording would run hooks once more than the program of the user.
-        if form.facts is None or now.has_hooks or not now.reads_as(form.condition):
+        # Adapters may be switched off for a while; a recording would run hooks once more than the
+        # program of the user.
+        if form.shown is None or now.has_hooks or not now.reads_as(form.condition):
             return False
-        return form.forward is not None or self._makes_way(layer, form)
+        if not self._has_place(layer, form):
+            return False
+        other = self._in_the_way(layer, form)
+        if other is not None:
+            del self._forms[layer.index][other.conditions]
+            self._num_wasted[layer.index] += other.num_replays < _LEAST_REPLAYS
+        return True
+
+    def _in_the_way(self, layer: LayerBody, form: Form) -> Form | None:
+        """The recorded form that came last ago, if there is no place for one more of its kind."""
+        others = [each for each in self._forms[layer.index].values() if each.kind == form.kind]
+        recorded = [each for each in others if each.forward is not None]
+        if form in recorded or len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
+            return None
+        return min(recorded, key=lambda each: each.last_visit)
+
+    def _has_place(self, layer: LayerBody, form: Form) -> bool:
+        """Whether it is recorded, or may be: what is in its way has not come for long."""
+        other = self._in_the_way(layer, form)
+        return other is None or self._num_visits[layer.index] - other.last_visit >= _IDLE_VISITS
 
     def _record(self, layer: LayerBody, form: Form) -> None:
         try:
@@ -487,35 +431,11 @@ class Captures:
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
-                    self._recordings.join(form)
+                    self.rows.join(form)
                 except RuntimeError as error:
                     reason = str(error).splitlines()[0]
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
-
-    def _makes_way(self, layer: LayerBody, form: Form) -> bool:
-        """Whether one more form may be recorded; if need be, the one goes that came last ago."""
-        recorded = self._recorded_like(layer, form)
-        if len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
-            return True
-        oldest = min(recorded, key=lambda other: other.last_visit)
-        if not self._is_idle(layer, oldest):
-            return False
-        del self._forms[layer.index][oldest.conditions]
-        self._num_wasted[layer.index] += oldest.num_replays < _LEAST_REPLAYS
-        return True
-
-    def _may_be_kept(self, layer: LayerBody, form: Form) -> bool:
-        """Whether this form of a kept layer is recorded, or may be: one of them is at a time."""
-        others = [] if form.forward is not None else self._recorded_like(layer, form)
-        return all(self._is_idle(layer, other) for other in others)
-
-    def _recorded_like(self, layer: LayerBody, form: Form) -> list[Form]:
-        forms = self._forms[layer.index].values()
-        return [each for each in forms if each.kind == form.kind and each.forward is not None]
-
-    def _is_idle(self, layer: LayerBody, form: Form) -> bool:
-        return self._num_visits[layer.index] - form.last_visit >= _IDLE_VISITS
 
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
@@ -551,12 +471,10 @@ class Captures:
         What calls have shown of their forms holds wherever blocks lie: as the next pass begins,
         the same forms are recorded anew.
         """
-        for index, forms in self._forms.items():
-            known = [each for each in forms.values() if each.facts and each.refusal is None]
-            self._moved[index] = [each.again() for each in known]
+        for forms in self._forms.values():
             for form in forms.values():
-                form.refuse("recorded for another place of its block")
-        self._forms.clear()
+                form.clear()
+        self._has_moved = True
         self._recordings.forget()
 
     def _take_up(self, layers: Sequence[LayerBody]) -> None:
@@ -564,18 +482,74 @@ class Captures:
 
         Of a layer that keeps its graph from now on, or no longer does, they are of another kind.
         """
-        moved, self._moved = self._moved, {}
+        moved, self._forms, self._has_moved = self._forms, {}, False
         for layer in layers:
-            now = layer.condition()
+            now, known = layer.condition(), self._forms.setdefault(layer.index, {})
             kinds: list[Kind] = ["kept"] if layer.weights.is_pinned else []
-            for form in sorted(moved.get(layer.index, ()), key=lambda each: -each.last_visit):
+            for form in sorted(
+                moved.get(layer.index, {}).values(), key=lambda each: -each.last_visit
+            ):
                 before = form.condition
-                if now.is_like(before) and form.dense_address == layer.dense_address:
+                is_same = now.is_like(before)
+                is_known = form.shown is not None and form.refusal is None
+                if is_known and is_same and form.dense_address == layer.dense_address:
                     if form.kind != "inference":
                         form.kind = kinds.pop() if kinds else "recomputed"
                     form.condition = now
                     form.conditions = (form.kind, *form.conditions[1:])
-                    self._forms.setdefault(layer.index, {}).setdefault(form.conditions, form)
+                    known.setdefault(form.conditions, form)
+
+
+class _Backward(NamedTuple):
+    """One backward of a call whose forward was replayed."""
+
+    call: LayerCall
+    form: Form
+    tensors: Tensors
+    gradients: Gradients
+    """Of its results."""
+    around: Around
+
+    def with_input(self) -> "_Backward":
+        """With all tensors of the call, not only those that were kept on the device."""
+        return self._replace(tensors=self.call.with_input(self.tensors))
+
+    def run(self) -> Gradients:
+        """Recompute the layer and differentiate it, within a visit."""
+        facts, call = self.form.facts, self.call
+        inputs = facts.inputs(self.tensors)
+        with call.rng.replay():
+            results = facts.recompute(inputs)
+            call.require_same_end()
+        return facts.differentiate(results, inputs, self.gradients, self.around)
+
+    def replay(
+        self, replayed: Replayed, in_place: bool = False, is_again: bool = False
+    ) -> Gradients:
+        call, arrived = self.call, [each for each in self.gradients if each is not None]
+        if self.form.kind == "kept" and replayed is not self.form.steady:
+            return replayed.run(arrived, in_place)
+        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
+            return replayed.run([*self.tensors, *arrived], in_place, is_again)
+        with call.rng.replay():
+            found = replayed.run([*self.tensors, *arrived], in_place, is_again)
+            call.require_same_end()
+        return found
+
+    def differs(self, replayed: Replayed, wanted: Gradients) -> str | None:
+        """What a replay gives otherwise than ``wanted``."""
+        try:
+            with self.call.layer.weights.occupy(Phase.BACKWARD):
+                found = self.replay(replayed)
+        except RematerializationError:
+            return "random numbers"
+        return different_ones(found, wanted, "gradient")
+
+
+def _is_watched(layer: LayerBody, kind: Kind) -> bool:
+    """Whether the self-check looks at the call that comes, so that it is not replayed."""
+    check = layer.context.check
+    return kind != "inference" and check is not None and layer.index in check.unchecked
 
 
 def _seen(call: LayerCall, run: Callable[[], Any]) -> tuple[Any, set[str]]:

@@ -19,11 +19,9 @@ from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
 class AdapterCasts:
     """Those that one recording reads.
 
-    Args:
-        memory: Has room for them. They have to be somewhere before the recording begins: what is
-            allocated within one may lie where others of its tensors were before, and they are made
-            before all that is recorded.
-        parameters: Those of which there may be casts, one of each place.
+    There may be one for each place of ``parameters``. ``memory`` has room for them before the
+    recording begins: what is allocated within one may lie where others of its tensors were before,
+    and they are made before all that is recorded.
     """
 
     def __init__(self, memory: SharedMemory, parameters: Sequence[torch.Tensor]) -> None:

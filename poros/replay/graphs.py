@@ -3,27 +3,31 @@
 Only this module records. What is recorded reads and writes fixed addresses, and holds fixed values:
 who replays it has to know that both are still right. The random state is read when it is replayed,
 and advances then as it did when it was recorded.
+
+Source:
+    NVIDIA, CUDA Driver API, "Graph Management": ``cuGraphAddChildGraphNode``. PyTorch has no way to
+    join graphs; the driver takes copies of them as nodes of another one.
 """
 
+import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from poros.cuda_streams import recording_stream
 from poros.kernels.copies import copy_all, prepare_to_record
-from poros.replay.joined import JoinedGraph, can_join
 from poros.stream.within import without_collector
 
 MOST_FLOP = 2.5e12
 """Of the products of one layer's forward. With more, a device is busy with one layer for longer
 than the host with the next, and recordings take memory for nothing: on an H200 a step of a 7B model
-took 0.7 of its time with 2048 tokens (0.95e12 for each layer), and all of it with 8192 (3.8e12). Of
-eight micro-batches of 2048 tokens under autocast, 8 layers of a 32B model (2.0e12) took 0.93 of it.
-That took 0.2 GB more with two slots, and 0.12 GB for each layer that is kept."""
+took 0.7 of its time with 2048 tokens (0.95e12 for each layer), and all of it with 8192 (3.8e12);
+eight micro-batches of 2048 tokens through 8 layers of a 32B model (2.0e12), 0.93 of it."""
 
 _ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
@@ -39,14 +43,9 @@ class Recording(Protocol):
 class Recorder(ABC):
     """Records work on one device."""
 
-    sees_operators: bool
-    """Whether it records operators one by one, and not what they start on the device."""
-
     @abstractmethod
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
-        """Record what ``run`` does. It may be done as it is recorded, or not.
-
-        Whatever it reads and writes besides its own temporary tensors has to stay where it is.
+        """Record what ``run`` does, which may be done meanwhile; its tensors have to stay there.
 
         Args:
             run: Does it.
@@ -67,10 +66,6 @@ class Recorder(ABC):
         """
 
     @abstractmethod
-    def give_back(self) -> None:
-        """Return to the device what no tensor needs: recordings have memory of their own."""
-
-    @abstractmethod
     def forget(self) -> None:
         """What comes from now on shares no memory with what was recorded before."""
 
@@ -81,8 +76,6 @@ class CudaRecorder(Recorder):
     A graph writes to what was free when it was recorded, also where a later one has since put what
     it holds. So those that are held have a pool of their own.
     """
-
-    sees_operators = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,11 +113,9 @@ class CudaRecorder(Recorder):
 
     def join(self, recordings: Sequence[Recording]) -> Recording | None:
         graphs = [each for each in recordings if isinstance(each, torch.cuda.CUDAGraph)]
-        return (
-            JoinedGraph(graphs, self._device)
-            if can_join() and len(graphs) == len(recordings)
-            else None
-        )
+        if not can_join() or len(graphs) < len(recordings):
+            return None
+        return JoinedGraph(graphs, self._device)
 
     def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.
@@ -141,9 +132,6 @@ class CudaRecorder(Recorder):
         )
         torch.empty(1, device=self._device).zero_()
         nothing.capture_end()
-
-    def give_back(self) -> None:
-        torch.cuda.empty_cache()
 
     def forget(self) -> None:
         if self._stream is not None:
@@ -174,11 +162,8 @@ class Spec(NamedTuple):
 class Fixed:
     """Tensors at one address each.
 
-    Args:
-        specs: What they are.
-        device: Where.
-        groups: One number for each. Those of one number and dtype lie side by side, and so do their
-            copies; no memory is held for others by keeping one.
+    Those of one number of ``groups`` and one dtype lie side by side, and so do their copies; no
+    memory is held for others by keeping one.
     """
 
     def __init__(
@@ -200,8 +185,6 @@ class Fixed:
         ]
         self.tensors = self._views(self._pieces)
         self._groups = [group for group, _ in sizes]
-        self.filled: list[tuple[weakref.ref[torch.Tensor], int] | None]
-        """What was last copied into each, and its version then; None is anything."""
         self.forget()
 
     def piece_of(self, group: int) -> torch.Tensor | None:
@@ -212,7 +195,22 @@ class Fixed:
 
     def forget(self) -> None:
         """Take nothing to be there already."""
-        self.filled = [None] * len(self.tensors)
+        self._filled: list[tuple[Any, int] | None] = [None] * len(self.tensors)
+
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
+        missing = [
+            number
+            for number, (source, last) in enumerate(zip(sources, self._filled, strict=True))
+            if last is None or last[0]() is not source or last[1] != source._version
+        ]
+        if missing:
+            copy_all(
+                [self.tensors[number] for number in missing],
+                [sources[number].detach() for number in missing],
+            )
+        for number in missing:
+            self._filled[number] = weakref.ref(sources[number]), sources[number]._version
 
     def copies(self) -> list[torch.Tensor]:
         """What is in them now, in memory of its own: one copy for each piece.
@@ -229,10 +227,7 @@ class Fixed:
 
 
 class SharedMemory:
-    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it.
-
-    It knows what was last copied into each.
-    """
+    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -247,22 +242,55 @@ class SharedMemory:
         return known
 
     def begin_pass(self) -> None:
-        """From now on nothing is taken to be there already."""
+        """From now on nothing is taken to be there already: some edits are not counted."""
         for fixed in self._known.values():
             fixed.forget()
 
-    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
-        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
-        missing = [
-            number
-            for number, (source, last) in enumerate(zip(sources, fixed.filled, strict=True))
-            if last is None or last[0]() is not source or last[1] != source._version
-        ]
-        if not missing:
-            return
-        copy_all(
-            [fixed.tensors[number] for number in missing],
-            [sources[number].detach() for number in missing],
-        )
-        for number in missing:
-            fixed.filled[number] = weakref.ref(sources[number]), sources[number]._version
+
+class JoinedGraph:
+    """Graphs that were captured with ``keep_graph=True``, in order, as one.
+
+    Raises:
+        RuntimeError: If the driver cannot join them.
+    """
+
+    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], device: torch.device) -> None:
+        self._graphs = graphs  # they hold the memory of their tensors
+        self._device = device
+        whole, before, self._executable = (ctypes.c_void_p() for _ in range(3))
+        with torch.cuda.device(device):
+            _call("cuGraphCreate", ctypes.byref(whole), ctypes.c_uint(0))
+            try:
+                for number, graph in enumerate(graphs):
+                    node, child = ctypes.c_void_p(), ctypes.c_void_p(graph.raw_cuda_graph())
+                    behind = ctypes.byref(before), ctypes.c_size_t(min(number, 1))
+                    _call("cuGraphAddChildGraphNode", ctypes.byref(node), whole, *behind, child)
+                    before = node
+                made = ctypes.byref(self._executable)
+                _call("cuGraphInstantiateWithFlags", made, whole, ctypes.c_ulonglong(0))
+            finally:
+                _call("cuGraphDestroy", whole)
+        # At the end of the process the driver may be gone before.
+        weakref.finalize(self, _call, "cuGraphExecDestroy", self._executable).atexit = False
+
+    def replay(self) -> None:
+        """Queue them on the current stream of the device."""
+        with torch.cuda.device(self._device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+            _call("cuGraphLaunch", self._executable, stream)
+
+
+def can_join() -> bool:
+    """Whether the driver is NVIDIA's."""
+    return torch.version.cuda is not None
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = getattr(_driver(), name)(*arguments)
+    if error:
+        raise RuntimeError(f"expected {name} to work, found that it fails with CUDA error {error}")

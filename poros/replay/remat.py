@@ -10,9 +10,6 @@ The local graph is the one the resident run builds, fed with the same bits, so t
 same bits (Poros technical report, Algorithm 1 and Proposition 1; Chen et al. 2016 for the
 recomputation).
 
-It is taken where visits are replayed from recordings (``poros.replay.captures``), for calls with
-nothing unusual about them; all others keep the graph of their forward (``poros.stream.general``).
-
 Two choices differ from the report. Recomputation is per layer even if several layers travel as one
 block, because the smallest graph needs the least memory. And the forward is recorded *with*
 gradients enabled: a kernel that looks at the grad mode (a fused attention backend) then takes the
@@ -26,24 +23,20 @@ import torch
 
 from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
-from poros.replay.call import CallFacts, LayerCall, total
+from poros.replay.call import LayerCall, total
 from poros.replay.forms import Form, Replayed
-from poros.replay.routing import Gradients, GradientSums, Terms, hand_in
-from poros.replay.uses import Source, Uses
+from poros.replay.routing import Gradients, GradientSums, Terms
+from poros.replay.uses import Source
 
 Differentiate = Callable[..., tuple[Gradients, Replayed | None]]
-"""Takes what was kept of a call, the gradients of its results, and ``behind=``: the recording of
-the layer that was replayed right before, if any."""
-"""Takes what autograd has kept for a call, and the gradients of its results; gives those of uses,
-and the recording that has given them, if it was one."""
+"""``poros.replay.captures.Captures.backward``."""
 
 
 class RematerializeLayer(torch.autograd.Function):
     """Gives what the replayed forward of a ``LayerCall`` gave; its backward is replayed, or runs.
 
-    Inputs are the call, its results, what is kept for backward, then what is used: as inputs of the
-    Function these get their gradients from autograd itself, so hooks, clipping, accumulation and
-    DDP see nothing unusual.
+    What is used, the last inputs, gets its gradients from autograd itself, so hooks, clipping,
+    accumulation and DDP see nothing unusual.
 
     Exactness:
         Outputs and gradients are bitwise equal to running the layer in the surrounding graph, if
@@ -59,7 +52,6 @@ class RematerializeLayer(torch.autograd.Function):
         ctx: Any,
         call: LayerCall,
         form: Form,
-        facts: CallFacts,
         differentiate: Differentiate,
         terms: Mapping[Source, Terms],
         results: Sequence[torch.Tensor],
@@ -67,14 +59,13 @@ class RematerializeLayer(torch.autograd.Function):
         *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.form, ctx.facts = call, form, facts
-        ctx.differentiate, ctx.terms = differentiate, terms
+        ctx.call, ctx.form, ctx.differentiate, ctx.terms = call, form, differentiate, terms
         ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
             *(
                 output
-                for output, (_, _, requires_grad) in zip(outputs, facts.forms, strict=True)
+                for output, (_, _, requires_grad) in zip(outputs, form.facts.forms, strict=True)
                 if not requires_grad
             )
         )
@@ -88,58 +79,41 @@ class RematerializeLayer(torch.autograd.Function):
             call.refuse_second_order()
         tensors = unwritten_tensors(ctx, _written(call))
         call.require_unchanged()
-        found, _ = ctx.differentiate(tensors, gradients)
+        found, _ = ctx.differentiate(call, ctx.form, tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
             ctx.form.release(call)
-        uses: Uses = ctx.facts.uses
+        uses = ctx.form.facts.uses
         for source, terms in ctx.terms.items():
             terms.given = [found[use] for use in uses.several[source]]
-        return (*[None] * 7, *[None if use is None else found[use] for use in uses.single])
+        return (*[None] * 6, *[None if use is None else found[use] for use in uses.single])
 
 
 class ReplayedVisit:
-    """A replayed forward of a ``LayerCall`` that is no node of a graph.
+    """A replayed forward of a ``LayerCall`` that is no node of a graph: it ``may_be_apart``.
 
-    Whoever has it takes its gradients, once.
-
-    Args:
-        call: The call.
-        form: What is recorded of such calls.
-        facts: What is known of such calls; it ``may_be_apart``.
-        kept: Of its tensors, those that it keeps.
-        differentiate: Takes the call, its form and facts, what was kept of it, the gradients of its
-            results, and ``behind=``: see ``poros.replay.captures.Captures.backward``. Gradients of
-            a recording may be overwritten by the next replay.
-
-    Attributes:
-        call, form, facts: Likewise.
+    Whoever has it takes its gradients, once. It keeps of the call's tensors those ``kept``.
     """
 
     def __init__(
         self,
         call: LayerCall,
         form: Form,
-        facts: CallFacts,
         kept: Sequence[torch.Tensor],
         differentiate: Differentiate,
     ) -> None:
-        self.call, self.form, self.facts = call, form, facts
+        self.call, self.form = call, form
         self._kept, self._versions = kept, [each._version for each in kept]
         self._differentiate = differentiate
         call.tensors = ()
 
     def again(self, call: LayerCall, kept: Sequence[torch.Tensor]) -> "ReplayedVisit":
         """That of another call of the layer, which was replayed likewise."""
-        return ReplayedVisit(call, self.form, self.facts, kept, self._differentiate)
+        return ReplayedVisit(call, self.form, kept, self._differentiate)
 
     def intact(self) -> Sequence[torch.Tensor]:
-        """What it keeps.
-
-        Raises:
-            RematerializationError: As ``RematerializeLayer``.
-        """
+        """What it keeps; raises as ``RematerializeLayer``."""
         if self._versions != [each._version for each in self._kept]:
             raise RematerializationError(_written(self.call))
         self.call.require_unchanged()
@@ -151,11 +125,7 @@ class ReplayedVisit:
         self.form.release(self.call)
 
     def backward(self, gradient: torch.Tensor, sums: GradientSums) -> torch.Tensor | None:
-        """Accumulate the gradients of parameters, as autograd does; that of the hidden states.
-
-        Args:
-            gradient: Of its result.
-            sums: Of the gradients of the layer's parameters.
+        """Add the gradients of parameters to ``sums``, as autograd does; that of the hidden states.
 
         Exactness:
             Terms of what it uses several times are added in the order in which autograd adds them
@@ -164,23 +134,24 @@ class ReplayedVisit:
         Raises:
             RematerializationError: As ``RematerializeLayer``.
         """
-        call, facts = self.call, self.facts
+        call, uses = self.call, self.form.facts.uses
         with torch.no_grad():
-            visit = call, self.form, facts, self.intact(), (gradient,)
-            found, replayed = self._differentiate(*visit, behind=sums.behind)
+            # They may lie in fixed memory, until the next replay.
+            found, replayed = self._differentiate(
+                *(call, self.form, self.intact(), (gradient,)), in_place=True, behind=sums.behind
+            )
             sums.behind = replayed
             self.release()
-            hidden: torch.Tensor | None = None
-            for hidden in facts.gradients_of_tensors(found):
-                if replayed is not None and any(hidden is each for each in found):
-                    hidden = hidden.clone()
+            hidden = total(found[use] for each in uses.of_tensors for use in each)
+            if hidden is not None and replayed is not None and any(hidden is x for x in found):
+                hidden = hidden.clone()
             if not sums.add_all(replayed):
                 arrived = [
                     (call.parameters[number], summed)
-                    for number, uses in facts.uses_of_parameters
-                    if (summed := total([found[each] for each in uses])) is not None
+                    for number, terms in uses.of_parameters
+                    if (summed := total(found[each] for each in terms)) is not None
                 ]
-                sums.add(arrived, replayed if facts.uses_parameters_once else None)
+                sums.add(arrived, replayed if uses.has_single_parameters else None)
         return hidden
 
 
@@ -190,31 +161,3 @@ def _written(call: LayerCall) -> str:
         "edited in place between forward and backward (an optimizer step in between?), so the "
         "forward cannot be recomputed; edit it after backward"
     )
-
-
-def rematerialize(
-    call: LayerCall,
-    form: Form,
-    facts: CallFacts,
-    results: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    differentiate: Differentiate,
-) -> Any:
-    """Have the backward of ``call`` recompute it; the layer's result in its own form.
-
-    Args:
-        call: The call.
-        form: What is recorded of such calls.
-        facts: What is known of such calls.
-        results: Of its forward.
-        kept: Of its tensors, those that autograd is to keep.
-        differentiate: Its backward, replayed or run.
-    """
-    sources = call.tensors, call.parameters
-    given, terms = hand_in(*sources, facts.uses, facts.gives_casts, call.layer.name)
-    outputs = RematerializeLayer.apply(
-        *(call, form, facts, differentiate, terms, results, kept), *given
-    )
-    # Autograd keeps them from here on, and releases them after backward.
-    call.tensors = ()
-    return facts.result_of(outputs)

@@ -68,8 +68,7 @@ def differentiate(
         parameters: What stands in for its trained parameters; leaves.
         uses: What the graph of its forward was seen to use.
         has_casts: As ``walk`` takes it.
-        through_casts: Whether a gradient is that of the cast, in its precision, and not that of the
-            parameter behind.
+        through_casts: Whether a gradient is that of the cast, in its precision.
         keeps_graph: Whether the graph stays.
 
     Raises:
@@ -88,7 +87,7 @@ def differentiate(
         leaves[source.number]
         if use is None or not (source.is_cast and through_casts)
         else GradientEdge(found[use].end, 0)
-        for source, use in zip(uses.given, uses.single, strict=True)
+        for source, use in zip(uses.by_source, uses.single, strict=True)
     ]
     pairs = [
         (result, gradient)
@@ -160,9 +159,9 @@ class GradientSums:
     def add(
         self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]], recorded: Recorded | None = None
     ) -> None:
-        """Add the gradients of parameters that have ``arrived``; they are not kept.
+        """Add the gradients of parameters that ``arrived``, all of them from ``recorded`` if given.
 
-        ``recorded``: what has given all of them; it may give those of other micro-batches too.
+        They are not kept.
         """
         if not arrived:
             return
@@ -310,5 +309,5 @@ def hand_in(
         OneByOne.apply(terms[source], *reversed(aliases[source]))
         if source in several
         else aliases[source][0]
-        for source in uses.given
+        for source in uses.by_source
     ], terms

@@ -9,9 +9,8 @@ Note: In one go
     host of an H100 0.15 ms in a forward), while a device may have nothing to do. So the recorded
     visit is joined with itself, once for each of the micro-batches behind the first one, and what
     copies their tensors there and back. Hidden states are in fixed memory together, and results
-    take their places; so do gradients. What all layers are given alike (masks, tables of positions)
-    is copied to fixed memory once in a pass. Gradients of adapters are added to a copy of the sum
-    so far, for one micro-batch after the other.
+    take their places; so do gradients. Gradients of adapters are added to a copy of the sum so far,
+    for one micro-batch after the other.
 
 Note: Which
     Those of one form that draw no random numbers: what a micro-batch draws in one layer is not
@@ -19,16 +18,18 @@ Note: Which
     with large ones a device is busy for longer than the host, and the memory is better used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from poros.replay.call import LayerCall
+from poros.kernels.copies import copy_all
+from poros.replay.call import LayerCall, total
 from poros.replay.forms import Form, Replayed
-from poros.replay.graphs import SharedMemory
+from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
 from poros.replay.remat import ReplayedVisit
-from poros.replay.routing import GradientSums
+from poros.replay.routing import OF_ADAPTERS, GradientSums
 from poros.slots.schedule import Phase
 from poros.stream.rng import RngStash
 
@@ -40,20 +41,64 @@ _LEAST_ROWS = 4
 """Of one form, before it is joined: the first steps move blocks, and all is recorded anew."""
 
 
-class Rows:
-    """Replays visits that are right behind another one of their layer.
+class Row:
+    """Visits of one form by a ``number`` of micro-batches, joined.
 
-    Args:
-        memory: That recordings share.
-        note: Is told of how many visits of a form were replayed.
+    Attributes:
+        hidden: Their hidden states, and after a replay their results.
+        gradients: Those of their results, and after a replay those of their hidden states.
+        total: The sum of the gradients of adapters, without those of these micro-batches and then
+            with them.
+        one_backward: The recorded backward of one of them.
+        forward, backward: Those of all.
+        parts: What these are joined of.
+    """
+
+    forward: Recording
+    backward: Recording
+    parts: Sequence[Recording]
+
+    def __init__(self, form: Form, memory: SharedMemory, number: int, piece: torch.Tensor) -> None:
+        hidden, *others = form.facts.specs
+        self.one_backward = form.backward
+        self.hidden = memory.of("hidden states of a row", [hidden] * number)
+        self.gradients = memory.of("gradients of a row", [hidden] * number)
+        (self.total,) = memory.of("sums of a row", [Spec.of(piece)]).tensors
+        self._others = memory.of("what a row is given besides", others * number)
+        self._num_others = len(others)
+
+    def given(self, number: int) -> list[torch.Tensor]:
+        """What the visit of that number reads."""
+        first = number * self._num_others
+        return [self.hidden.tensors[number], *self._others.tensors[first:][: self._num_others]]
+
+    def fill(self, one: Replayed, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have the tensors of each call there, for one replay of a recording made of ``one``."""
+        one.given.forget()  # those of the last call are there then
+        # Results take the places of hidden states, so none of these is there already.
+        copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
+        self._others.fill([tensor for each in sources for tensor in each[1:]])
+
+    def fill_gradients(self, gradients: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+        """Have the gradients of results there, and the sum so far, for one replay."""
+        copy_all(self.gradients.tensors, gradients)
+        self.total.copy_(total)
+
+
+class Rows:
+    """Replays visits that are right behind another one of their layer, and notes how many.
 
     Attributes:
         num_joined: Visits that were replayed in one go with others.
     """
 
-    def __init__(self, memory: SharedMemory, note: Callable[[Form, int], None]) -> None:
+    def __init__(
+        self, memory: SharedMemory, recorder: Recorder, note: Callable[[Form, int], None]
+    ) -> None:
         self.num_joined = 0
-        self._memory, self._note = memory, note
+        self._memory, self._recorder, self._note = memory, recorder, note
+        self._known: WeakValueDictionary[Hashable, Recording] = WeakValueDictionary()
+        """What rows of several layers have in common; rows hold the tensors of it."""
 
     def one(
         self, visit: ReplayedVisit, arguments: LayerCall, hidden: torch.Tensor, rng: RngStash
@@ -63,14 +108,13 @@ class Rows:
         Args:
             visit: Without a graph.
             arguments: A call of another layer by the micro-batch, with the same arguments but for
-                the hidden states.
-            hidden: These.
+                the ``hidden`` states.
+            hidden: Hidden states.
             rng: The random states that it begins with. They are those of now only if it draws.
 
         Returns:
             The layer's result, and the visit; None if the call is of another form.
         """
-        form, facts = visit.form, visit.facts
         forward = _forward_of(visit, [arguments])
         if forward is None:
             return None
@@ -79,13 +123,13 @@ class Rows:
             rng.restore()
         kept = call.offload_input()
         with call.layer.weights.occupy(Phase.FORWARD):
-            results = forward.run(call.tensors, self._memory, is_again=True)
+            results = forward.run(call.tensors, is_again=True)
         if forward.has_drawn:
             call.note_end()
         else:
             call.note_end_as(rng)
-        self._note(form, 1)
-        return facts.result_of(results), visit.again(call, kept)
+        self._note(visit.form, 1)
+        return visit.form.facts.result_of(results), visit.again(call, kept)
 
     def all(
         self,
@@ -95,23 +139,22 @@ class Rows:
         rngs: Sequence[RngStash],
     ) -> list[tuple[Any, ReplayedVisit]] | None:
         """``one`` for each of several micro-batches; None if that is not recorded."""
-        row = visit.form.rows.get(len(arguments))
-        if row is None or _forward_of(visit, arguments) is None:
+        row: Row | None = visit.form.rows.get(len(arguments))
+        forward = None if row is None else _forward_of(visit, arguments)
+        if row is None or forward is None:
             return None
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
-            row.fill(row.one_forward, sources)
+            row.fill(forward, sources)
             row.forward.replay()
             results = row.hidden.copies()
         found: list[tuple[Any, ReplayedVisit]] = []
         for source, result, rng in zip(sources, results, rngs, strict=True):
             call = visit.call.again(source, rng)
             call.note_end_as(rng)
-            found.append((visit.facts.result_of([result]), visit.again(call, source)))
+            found.append((visit.form.facts.result_of([result]), visit.again(call, source)))
         self._note_joined(visit.form, len(found))
         return found
-
-    # ----------------------------------------------------------------- backwards
 
     def backward(
         self,
@@ -121,13 +164,10 @@ class Rows:
     ) -> Sequence[torch.Tensor | None] | None:
         """``ReplayedVisit.backward`` of each; None if that is not recorded, and nothing was done.
 
-        Args:
-            visits: Right behind one whose backward was replayed, and has begun ``sums``.
-            gradients: Of their results.
-            sums: Of the gradients of the layer's parameters.
+        They are right behind one whose backward was replayed, and has begun ``sums``.
         """
         form, behind, number = visits[0].form, sums.behind, len(visits)
-        if behind is None or not _may_be_together(visits, form, gradients[0]):
+        if behind is None or not _may_be_together(visits, gradients[0]):
             return None
         form.num_rows[number] += 1
         if form.num_rows[number] == _LEAST_ROWS and len(form.rows) < _MOST_ROWS:
@@ -140,17 +180,89 @@ class Rows:
             for visit in visits:
                 visit.release()
             with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
-                row.fill(row.one_backward, sources)
+                row.fill(behind, sources)
                 row.fill_gradients(gradients, total)
                 row.backward.replay()
                 total.copy_(row.total)
                 found = row.gradients.copies()
         self._note_joined(form, number)
-        return found if visits[0].facts.uses_of_tensors else [None] * number
+        return found if form.facts.uses.of_tensors else [None] * number
 
     def _note_joined(self, form: Form, number: int) -> None:
         self.num_joined += number
         self._note(form, number)
+
+    # ------------------------------------------------------------------- joining
+
+    def join(self, form: Form) -> None:
+        """Join what is recorded of ``form``, where that is wanted and can be.
+
+        Raises:
+            RuntimeError: If the device cannot.
+        """
+        for number in [each for each, made in form.rows.items() if made is None]:
+            form.rows[number] = self._joined(form, number)
+            if form.rows[number] is None:
+                del form.rows[number]
+
+    def _joined(self, form: Form, number: int) -> Row | None:
+        forward, backward = form.forward, form.backward
+        piece = None if backward is None else backward.gives.piece_of(OF_ADAPTERS)
+        if forward is None or backward is None or piece is None:
+            return None
+        uses = [use for each in form.facts.uses.of_tensors for use in each]
+        places = [backward.places[use] for use in uses]
+        terms = [backward.gives.tensors[each] for each in places if each is not None]
+        if uses and not terms:
+            return None
+        row = Row(form, self._memory, number, piece)
+        (result,) = forward.gives.tensors
+        forwards, backwards = list[Recording](), list[Recording]()
+        for part in range(number):
+            given, gradient = row.given(part), row.gradients.tensors[part]
+            forwards += [
+                self._copies(forward.given.tensors, given),
+                forward.recording,
+                self._copies([given[0]], [result]),
+            ]
+            backwards += [
+                self._copies(backward.given.tensors, [*given, gradient]),
+                backward.recording,
+                self._sums(row.total, piece),
+                *([self._copies_of_sum(gradient, terms)] if terms else []),
+            ]
+        forward_of_all, backward_of_all = map(self._recorder.join, (forwards, backwards))
+        if forward_of_all is None or backward_of_all is None:
+            return None
+        row.forward, row.backward = forward_of_all, backward_of_all
+        row.parts = [*forwards, *backwards]
+        return row
+
+    def _copies(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Recording:
+        return self._once(lambda: copy_all(places, sources), "copy", *places, *sources)
+
+    def _sums(self, place: torch.Tensor, term: torch.Tensor) -> Recording:
+        def run() -> None:
+            place.add_(term)
+
+        return self._once(run, "sum", place, term)
+
+    def _copies_of_sum(self, place: torch.Tensor, terms: Sequence[torch.Tensor]) -> Recording:
+        def run() -> None:
+            found = total(terms)
+            if found is not None:
+                place.copy_(found)
+
+        return self._once(run, "copy of a sum", place, *terms)
+
+    def _once(self, run: Callable[[], None], what: str, *tensors: torch.Tensor) -> Recording:
+        """Record what is done with these tensors, once for all layers."""
+        key = what, *[(each.data_ptr(), each.shape, each.dtype) for each in tensors]
+        found = self._known.get(key)
+        if found is None:
+            with torch.no_grad():
+                found = self._known[key] = self._recorder.record(run)
+        return found
 
 
 def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:
@@ -158,24 +270,23 @@ def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replaye
     form = visit.form
     is_alike = form.kind == "recomputed" and all(each.is_like(visit.call) for each in arguments)
     # Hidden states behind the first layer have a graph, if anything before is trained.
-    is_alike &= visit.facts.has_gradient_of_hidden
+    is_alike &= visit.form.facts.has_gradient_of_hidden
     forward = form.forward
     return forward if is_alike and forward is not None and forward.is_proved else None
 
 
-def _may_be_together(visits: Sequence[ReplayedVisit], form: Form, gradient: torch.Tensor) -> bool:
+def _may_be_together(visits: Sequence[ReplayedVisit], gradient: torch.Tensor) -> bool:
     """Whether visits can be one recording: see "Which"."""
-    facts, first = visits[0].facts, visits[0].call
+    form, facts, first = visits[0].form, visits[0].form.facts, visits[0].call
     hidden = facts.specs[0]
     return (
         form.kind == "recomputed"
-        and facts.uses_parameters_once
-        and len(facts.uses_of_tensors) <= 1
+        and facts.uses.has_single_parameters
         and facts.forms[0][:2] == hidden
         and (gradient.shape, gradient.dtype) == hidden
         and len(visits) * gradient.nbytes <= _MOST_BYTES
-        and not first.is_seen()
-        and form.is_there(first)
+        and not torch._C._len_torch_dispatch_stack()
+        and form.dense_address == first.layer.dense_address
         and all(
             each.form is form and not each.call.has_drawn and each.call.offloaded is None
             for each in visits

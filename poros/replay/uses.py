@@ -68,30 +68,41 @@ class Uses:
         sources: The source of each use, in the order of ``walk``.
         order: The uses, as their gradients arrive. A source's last use stands where its gradient is
             complete and its hooks run.
+        num_tensors: Sources of lower numbers are tensors that the layer was given.
 
     Attributes:
-        given: Each source once.
-        several: The uses of what is used more than once, in the order in which the terms add up.
-        single: For each of ``given``, its only use; None if there are several.
+        by_source: The uses of each source, in the order in which the terms add up.
+        several: Those of what is used more than once.
+        single: For each of ``by_source``, its only use; None if there are several.
+        of_tensors: The uses of each tensor.
+        of_parameters: The number of each parameter that is used, and its uses.
+        has_single_parameters: Whether each parameter is used once.
+        has_meeting_casts: Whether gradients of a parameter meet in it, one of them at a cast.
     """
 
-    def __init__(self, sources: tuple[Source, ...], order: tuple[int, ...]) -> None:
+    def __init__(
+        self, sources: tuple[Source, ...], order: tuple[int, ...], num_tensors: int
+    ) -> None:
         self.sources = sources
         self.order = order
-        self.given = tuple(dict.fromkeys(sources))
-        by_source: dict[Source, list[int]] = {}
+        self.by_source: dict[Source, list[int]] = {source: [] for source in sources}
         for use in order:
-            by_source.setdefault(sources[use], []).append(use)
-        self.several = {source: uses for source, uses in by_source.items() if len(uses) > 1}
-        self.single = [
-            None if source in self.several else sources.index(source) for source in self.given
+            self.by_source[sources[use]].append(use)
+        found = self.by_source.items()
+        self.several = {source: uses for source, uses in found if len(uses) > 1}
+        self.single = [None if len(uses) > 1 else uses[0] for _, uses in found]
+        self.of_tensors = [uses for source, uses in found if source.number < num_tensors]
+        self.of_parameters = [
+            (source.number - num_tensors, uses)
+            for source, uses in found
+            if source.number >= num_tensors
         ]
-
-    def has_meeting_casts(self, num_tensors: int) -> bool:
-        """Whether gradients of a parameter meet in the layer, one of them at a cast."""
-        of_parameters = [each for each in self.sources if each.number >= num_tensors]
-        counts = Counter(each.number for each in of_parameters)
-        return any(each.is_cast and counts[each.number] > 1 for each in of_parameters)
+        self.has_single_parameters = all(len(uses) == 1 for _, uses in self.of_parameters)
+        of_parameters = [source for source in sources if source.number >= num_tensors]
+        counts = Counter(source.number for source in of_parameters)
+        self.has_meeting_casts = any(
+            source.is_cast and counts[source.number] > 1 for source in of_parameters
+        )
 
 
 def walk(
@@ -104,8 +115,7 @@ def walk(
     """All uses of sources in the graph of ``results``; in the same order in graphs of one form.
 
     Args:
-        results: What the layer gave.
-        tensors: What it was given, whatever graph is behind it.
+        tensors: What the layer was given, whatever graph is behind it.
         parameters: Its trained parameters, or what stands in for them.
         has_casts: Whether a cast of a parameter is autocast's, which ends the graph of the layer.
         first: Nodes below this number are not of the layer.
@@ -158,10 +168,8 @@ class Observation:
     gradient when others want it, so a call with such a one shows nothing.
 
     Args:
-        uses: Of the graph.
-        num_tensors: How many of the sources are no parameters.
-        results: What the layer gave.
-        device: Where it runs.
+        uses: Of the graph; their sources from ``num_tensors`` on are parameters.
+        results: What the layer gave, on ``device``.
         learn: Is called once, when a backward has taken all gradients there are, with the uses and
             with what that backward ran under.
     """
@@ -175,7 +183,7 @@ class Observation:
         learn: Callable[[Uses, Around], None],
     ) -> None:
         self._sources = tuple(each.source for each in uses)
-        self._num_results = len(results)
+        self._num_results, self._num_tensors = len(results), num_tensors
         self._device = device
         self._learn = learn
         self._task: int | None = None
@@ -240,4 +248,4 @@ class Observation:
         self._sources, sources = (), self._sources
         arriving = tuple(number in self._arriving for number in range(self._num_results))
         around = Around(arriving, Surroundings.capture(self._device))
-        self._learn(Uses(sources, tuple(order)), around)
+        self._learn(Uses(sources, tuple(order), self._num_tensors), around)

@@ -81,7 +81,7 @@ class StreamedLayer(LayerBody):
             # A recording holds what a graph does: both of all kept layers would be twice the
             # memory, so beside it a kept layer is recomputed.
             call = "kept" if is_kept else "recomputed", self, args, kwargs, condition
-            run = partial(replays.call, *call, run, recompute, is_checked=is_checked)
+            run = partial(replays.call, *call, run, recompute)
         return check.watch(self.index, run, given) if check is not None and is_checked else run()
 
     def _recompute(

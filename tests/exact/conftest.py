@@ -28,9 +28,3 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of the tests counts as a library's, as what layers and models do is looked at."""
     monkeypatch.setattr(foreign, "LIBRARIES", foreign.LIBRARIES | {"tests"})
-
-
-@pytest.fixture
-def recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Visits are recorded after the first of their form."""
-    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)

@@ -57,7 +57,7 @@ def gradients(model: Model) -> list[Any]:
 
 
 def record_on_tapes(patch: pytest.MonkeyPatch) -> list[Captures]:
-    """Have every model that is prepared from now on record on a CPU, soon; what they record."""
+    """Have every model that is prepared from now on record on a CPU; what they record."""
     made: list[Captures] = []
 
     def captures_for(policy: Any, device: Any, recorder: Any, blocks: Any) -> Captures | None:
@@ -67,7 +67,6 @@ def record_on_tapes(patch: pytest.MonkeyPatch) -> list[Captures]:
         return made[-1]
 
     patch.setattr("poros.model.runtime.captures_for", captures_for)
-    patch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     return made
 
 

@@ -495,7 +495,6 @@ def expected(kernels: str, around: str) -> list[torch.Tensor]:
     return run(model, around, False)
 
 
-@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize(("way", "together", "policy", "around"), WAYS)
 @pytest.mark.parametrize("kernels", KERNELS)

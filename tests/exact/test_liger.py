@@ -34,8 +34,7 @@ LANES: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreted() -> Iterator[None]:
-    with liger_interpreted(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poros.replay.captures._LEAST_VISITS", 1)
+    with liger_interpreted():
         yield
 
 

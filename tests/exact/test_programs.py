@@ -41,7 +41,6 @@ from tests.loops import (
 from tests.replaced import in_place_of
 
 Patch = pytest.MonkeyPatch
-pytestmark = pytest.mark.usefixtures("recorded_soon")
 
 
 class Row(NamedTuple):

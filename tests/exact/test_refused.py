@@ -48,7 +48,6 @@ from tests.loops import (
 from tests.replaced import noted
 
 Patch = pytest.MonkeyPatch
-pytestmark = pytest.mark.usefixtures("recorded_soon")
 Provocation = Callable[[Model], Iterator[None]]
 """Of a model: what comes before, a ``yield``, and what should raise."""
 

@@ -14,15 +14,15 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import poros
+from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import DenseLayer
 from poros.model.sizing import ResidencyPlan
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
-from poros.replay.forms import Replayed, Row
-from poros.replay.graphs import Fixed
+from poros.replay.forms import Replayed
 from poros.replay.routing import GradientSums
-from poros.replay.rows import Rows
+from poros.replay.rows import Row, Rows
 from tests.exact.recorded import on_tapes
 from tests.exact.subjects import Lost
 from tests.loops import (
@@ -246,21 +246,14 @@ def test_joined(which: str) -> None:
 
 
 def without_what_was_there(self: Row, gradients: Any, total: torch.Tensor) -> None:
-    self._memory.fill(self.gradients, gradients)
-    self.gradients.forget()
+    copy_all(self.gradients.tensors, gradients)
     self.total.zero_()
 
 
 def with_tables_of_before(self: Row, one: Replayed, sources: Any) -> None:
     """The next layer's first visit takes what it is given besides to be there still."""
-    self._memory.fill(self.hidden, [each[0] for each in sources])
-    self._memory.fill(self._others, [tensor for each in sources for tensor in each[1:]])
-    self.hidden.forget()
-
-
-def as_if_there(self: Fixed) -> None:
-    """What results have taken the places of is taken to be there still."""
-    self.__dict__.setdefault("filled", [None] * len(self.tensors))
+    copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
+    self._others.fill([tensor for each in sources for tensor in each[1:]])
 
 
 JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
@@ -269,7 +262,6 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
         lambda self, number, genuine=Row.given: genuine(self, 0),
     ),
     "sums of these alone": (Row, "fill_gradients", without_what_was_there),
-    "results for hidden states": (Fixed, "forget", as_if_there),
     "masks of the last": (Row, "fill", with_tables_of_before),
 }
 
@@ -395,13 +387,12 @@ def test_casts_of_adapters(
 def of_others(
     self: Replayed,
     sources: Any,
-    memory: Any,
     in_place: bool = False,
     is_again: bool = False,
     genuine: Any = Replayed.run,
 ) -> Any:
     """Casts are those of the layer before, or of the step before, once the recording is proved."""
-    return genuine(self, sources, memory, in_place, is_again or self.is_proved)
+    return genuine(self, sources, in_place, is_again or self.is_proved)
 
 
 def test_control_casts_of_others(monkeypatch: Patch) -> None:

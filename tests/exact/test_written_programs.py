@@ -494,7 +494,6 @@ WAYS = {
 """Fields of the policy, and how often the steps run."""
 
 
-@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ROWS)
@@ -520,9 +519,9 @@ def no_shared_casts(patch: pytest.MonkeyPatch) -> None:
 
 
 @in_place_of(Uses, "__init__")
-def as_they_are_used(genuine: Any, self: Uses, sources: Any, order: Any) -> None:
+def as_they_are_used(genuine: Any, self: Uses, sources: Any, order: Any, number: int) -> None:
     """Gradients arrive in the order in which the graph was walked."""
-    genuine(self, sources, tuple(range(len(sources))))
+    genuine(self, sources, tuple(range(len(sources))), number)
 
 
 @in_place_of(Terms, "take")
@@ -535,7 +534,6 @@ def in_one_sum(genuine: Any, self: Terms) -> Any:
 DORA = replace(DENSE, kind="dora")
 
 
-@pytest.mark.usefixtures("recorded_soon")
 @pytest.mark.parametrize(
     ("fault", "name"),
     [

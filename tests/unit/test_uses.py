@@ -31,7 +31,7 @@ def test_uses_of_one_cast_end_at_it_whether_it_is_kept_or_not() -> None:
         uses = walk([result], [given], [parameter], has_casts=True)
         assert [use.source for use in uses].count(Source(1, is_cast=True)) == 2
         assert len({use.end for use in uses if use.source.is_cast}) == ends
-    assert Uses(tuple(use.source for use in uses), (0, 1, 2)).has_meeting_casts(1)
+    assert Uses(tuple(use.source for use in uses), (0, 1, 2), 1).has_meeting_casts
 
 
 def test_what_a_recording_would_lose_is_refused() -> None:

@@ -35,7 +35,7 @@ def programs() -> Any:
         dice = Dice(draw(strategies.randoms(use_true_random=True)))
         subject = _subject(dice)
         policy = _policy(dice, subject)
-        # Visits are recorded once they have come twice, and replayed once that is proved.
+        # Visits are recorded once they have come, and replayed once that is proved.
         lengths = {5: 2, 6: 1} if policy.recorded else {2: 5, 1: 2, 3: 3}
         # Those of several micro-batches are joined once they have come some times more.
         has_rows = dice.chance(40)

@@ -7,7 +7,7 @@ import torch
 from peft import get_peft_model
 
 from benchmarks.models import config_of
-from poros.errors import VRAMBudgetError
+from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.planning import cost_model
 from poros.planning.meta_model import Recipe
@@ -130,6 +130,15 @@ def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
     monkeypatch.setattr(code, "apply_rotary_pos_emb", rotary)
     assert plan(model, seq_len=16) == expected
     assert code.apply_rotary_pos_emb is rotary
+
+
+def test_kinds_that_a_plan_does_not_count_are_estimated_where_steps_are_measured() -> None:
+    model = make_model("qwen2", num_layers=2, hidden_size=32, adapter="adalora")
+    with pytest.raises(UnsupportedModelError, match="found adalora"):
+        Planner(model)
+    found = Planner(model, counts_all=True).plan(SHORT)
+    trained = [each.numel() for each in model.parameters() if each.requires_grad]
+    assert found.num_adapter_parameters == sum(trained)
 
 
 # What would make it fit.

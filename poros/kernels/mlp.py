@@ -7,6 +7,7 @@ modules, as before.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -103,7 +104,8 @@ class _Forward(PatchedForward):
             gate, up = both.chunk(2, dim=-1)
         else:
             first, second = parts[names.gate], parts[names.up]
-            with sharing_within(self._tally, [first, second]):
+            sharing = sharing_within(self._tally, [first, second])
+            with sharing if self._tally.is_grouped else nullcontext():
                 gate, up = given = [first(input), second(input)]
         is_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in given)
         if not is_plain or gate.shape != up.shape or gate.dtype != up.dtype:

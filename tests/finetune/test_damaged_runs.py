@@ -288,7 +288,7 @@ def test_a_report_replaces_no_pipe_and_no_device(kind: str, copy: Path, tmp_path
     target.symlink_to("/dev/full") if kind == "a device" else os.mkfifo(target)
     before = target.stat()
     found = poros_command("report", str(copy), "--out", str(target))
-    assert found.exit_code == 2 and "device or pipe" in found.output
+    assert found.exit_code == 2 and "a device or a pipe" in found.output
     assert target.stat().st_mode == before.st_mode
 
 

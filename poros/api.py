@@ -11,7 +11,7 @@ from poros.config import ADAPTER_KERNELS, MIN_SLOTS, StreamingPolicy, require_lo
 from poros.cuda_streams import streams_for
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.kernels.adapters import KernelStats, tally_of
-from poros.kernels.forwards import unpatch
+from poros.kernels.patching import unpatch
 from poros.kernels.use import are_used, patch
 from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory

@@ -14,33 +14,6 @@ from poros.kernels.nf4 import NESTED_BLOCKSIZE
 from poros.utils.devices import runs_triton
 
 
-class DenseWorkspace:
-    """Memory for one dense weight at a time, at one address.
-
-    For a model that has one weight dense at a time. The allocator would cut what a weight leaves
-    free up for smaller tensors, and need as much again for the next weight.
-
-    Args:
-        num_bytes: Of the largest weight.
-        device: Where.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self._device = device
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of a weight has memory of its own
-
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialized, until the next is taken; memory of its own if there is not enough."""
-        num_bytes = shape.numel() * dtype.itemsize
-        if num_bytes > self.num_bytes:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-        return self._memory[:num_bytes].view(dtype).view(shape)
-
-
 def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of shape ``state.shape`` in ``dtype``, on the device of ``packed``.
 
@@ -72,7 +45,7 @@ def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Te
     if has_kernel(packed, state) and runs_triton(packed.device):
         from poros.kernels.dequantize_gpu import launch
 
-        workspace: DenseWorkspace | None = getattr(state, "dense_workspace", None)
+        workspace = getattr(state, "dense_workspace", None)
         if workspace is None:
             return launch(packed, state, packed.new_empty(state.shape, dtype=dtype))
         return launch(packed, state, workspace.take(state.shape, dtype))

@@ -24,8 +24,8 @@ from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import unpatch
 from poros.kernels.nf4 import Part, is_4bit
+from poros.kernels.patching import unpatch
 from poros.kernels.use import patch
 from poros.model.added_adapters import require_proven
 from poros.model.guards import guards_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from poros.kernels.adapters import KernelStats
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.dense_memory import DenseLayer
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Visits

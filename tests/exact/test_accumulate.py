@@ -24,7 +24,7 @@ from poros.api import prepare_with
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.gates import tiny
 from poros.kernels import dequantize
-from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.dense_memory import DenseLayer
 from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
 from poros.stream.rng import RngStash

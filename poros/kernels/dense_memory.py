@@ -1,4 +1,4 @@
-"""The dense weights of one layer, for several calls of it in a row.
+"""Memory for dense weights: for one at a time, or for those of a layer.
 
 Note: The weights of a layer, for several calls in a row
     Each product makes its weight dense anew, forward and backward. Where micro-batches go through a
@@ -20,6 +20,33 @@ from poros.kernels.dequantize import dequantize_into
 
 _ALIGNMENT = 256
 """Of each weight, as the allocator's own."""
+
+
+class DenseWorkspace:
+    """Memory for one dense weight at a time, at one address.
+
+    For a model that has one weight dense at a time. The allocator would cut what a weight leaves
+    free up for smaller tensors, and need as much again for the next weight.
+
+    Args:
+        num_bytes: Of the largest weight.
+        device: Where.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._device = device
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a weight has memory of its own
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialized, until the next is taken; memory of its own if there is not enough."""
+        num_bytes = shape.numel() * dtype.itemsize
+        if num_bytes > self.num_bytes:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return self._memory[:num_bytes].view(dtype).view(shape)
 
 
 class DensePlace:

@@ -167,7 +167,8 @@ def test_room_is_made_between_a_forward_and_its_backward() -> None:
     gradients, kept = [], []
     for is_resized, keeps in ((False, ""), (True, ""), (True, "a hook"), (True, "a product")):
         model = build(quantize=keeps == "a product")
-        prepare_plain(model, device="cpu", slots=2).train()
+        kernels = "peft" if keeps == "a product" else "fused"
+        prepare_plain(model, device="cpu", slots=2, adapter_kernels=kernels).train()
         if keeps == "a hook":
             mlp = layers_of(model)[1].mlp
             mlp.register_forward_hook(

@@ -22,7 +22,7 @@ from poros.kernels.grouped import ATTENTION, Projection, Shared, project, share_
 from poros.kernels.lazy_tensor import LazyTensor, forget
 from poros.kernels.lora import ActiveLora, Added, Call, add_lora
 from poros.kernels.patching import replace
-from poros.kernels.paths import PEFT, LoraShape, cheapest, multiply_in_order
+from poros.kernels.paths import PEFT, LoraShape, cheapest, merges, multiply_in_order
 from poros.kernels.product import Product, product_of
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -258,8 +258,8 @@ class _Forward(PatchedForward):
         product = product_of(base, input, dtype=autocast)
         if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
-        elif lora.dropout:
-            self._tally.as_peft("dropout, which PEFT's order alone has")
+        elif lora.dropout and merges(wanted):
+            self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
         else:
             shape = LoraShape(
                 input.numel() // lora.a.shape[1],
@@ -268,6 +268,7 @@ class _Forward(PatchedForward):
                 lora.a.shape[0],
                 autocast or input.dtype,
                 autocast or lora.a.dtype,
+                lora.dropout > 0,
                 product.state is not None,
                 torch.backends.cuda.matmul.fp32_precision == "tf32",
             )

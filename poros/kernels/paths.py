@@ -10,10 +10,10 @@ Note: The choice
     recomputation, a replay and a resident model take the same order with every budget.
 
 Note: The node
-    It keeps input, A and B, but not XA; W + sAB is memory of its own, formed in forward and again
-    in backward. Where base and adapters have one dtype, products are added to what is there. As
-    PEFT holds them, ``weight`` is (rows, columns), A (rank, columns) and B (rows, rank): the
-    paper's matrices transposed. With dropout PEFT's order runs.
+    It keeps input, A, B and the mask of dropout, but not XA; W + sAB is memory of its own, formed
+    in forward and again in backward. Where base and adapters have one dtype, products are added to
+    what is there. As PEFT holds them, ``weight`` is (rows, columns), A (rank, columns) and B (rows,
+    rank): the paper's matrices transposed.
 
 Note: Precision
     W + sAB has the dtype of the base. If that is narrower than float32, or its products are in
@@ -28,7 +28,7 @@ import torch
 from poros.config import LORA_ORDERS
 from poros.kernels.autocast import autocast_as
 from poros.kernels.lazy_tensor import LazyTensor
-from poros.kernels.lora import Added, Call, add_scaled, sum_dtype
+from poros.kernels.lora import Added, Call, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
 from poros.kernels.product import Product
 from poros.kernels.swiglu import input_from, sources_of
@@ -73,12 +73,14 @@ class LoraShape(NamedTuple):
     rank: int
     base: torch.dtype
     adapters: torch.dtype
+    has_dropout: bool = False
     is_4bit: bool = False
     has_tf32: bool = False
 
     def __str__(self) -> str:
         base, adapters = (str(dtype).removeprefix("torch.") for dtype in (self.base, self.adapters))
-        others = ", 4-bit" * self.is_4bit + ", TF32" * self.has_tf32
+        others = ", 4-bit" * self.is_4bit + ", dropout" * self.has_dropout
+        others += ", TF32" * self.has_tf32
         sizes = f"{self.tokens} tokens, {self.columns} to {self.rows}, rank {self.rank}"
         return f"{sizes}, {base} with {adapters}{others}"
 
@@ -119,7 +121,7 @@ def cost(order: str, shape: LoraShape) -> Cost:
 
 
 def merges(order: str) -> bool:
-    """Whether an order forms W + sAB."""
+    """Whether an order forms W + sAB, and so is not defined with dropout."""
     return order in LORA_ORDERS[1:] and (order[:2] == "f2" or order[3:] in ("b4", "b5"))
 
 
@@ -127,7 +129,7 @@ def candidates(shape: LoraShape) -> list[str]:
     """The orders that may be chosen for a shape, PEFT's first."""
     is_narrow = torch.finfo(shape.base).eps > torch.finfo(torch.float32).eps
     is_narrow |= shape.has_tf32 and shape.base == torch.float32
-    return [each for each in LORA_ORDERS if not (is_narrow and merges(each))]
+    return [each for each in LORA_ORDERS if not (merges(each) and (is_narrow or shape.has_dropout))]
 
 
 @cache
@@ -140,6 +142,8 @@ def multiply_in_order(
     order: str, input: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: Call
 ) -> torch.Tensor:
     """``poros.kernels.lora.add_lora`` of a product, formed in another order such as ``"f2:b5"``.
+
+    With dropout f1 and b1 to b3 are defined.
 
     Exactness:
         Within rounding of ``add_lora``; the same order gives the same bits.
@@ -163,7 +167,12 @@ class _Ordered(torch.autograd.Function):
     ) -> torch.Tensor:
         how: Added = call.how
         product: Any = call.product
-        ctx.save_for_backward(product.weight, b, a, *sources_of(input))
+        hidden = mask = None
+        if how.dropout:
+            dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
+            hidden = times(dropped.to(a.dtype), a)
+            del dropped
+        ctx.save_for_backward(product.weight, b, a, mask, *sources_of(input))
         ctx.order, ctx.how, ctx.product = order, how, product._replace(weight=None)
         ctx.owner, ctx.shape, ctx.dtype = call.owner, input.shape, input.dtype
         ctx.set_materialize_grads(False)
@@ -174,7 +183,7 @@ class _Ordered(torch.autograd.Function):
                 merged = _merged(product, a, b, how.scaling, input.dtype)
                 return times(input, merged, product.bias).to(dtype)
             result = product.of(input)
-            inner = times(input.to(how.dtype).to(a.dtype), a)
+            inner = times(input.to(how.dtype).to(a.dtype), a) if hidden is None else hidden
             if result.dtype == b.dtype and result.is_contiguous():
                 inner = inner.reshape(-1, b.shape[1])
                 result.view(-1, b.shape[0]).addmm_(inner, b.t(), alpha=how.scaling)
@@ -198,7 +207,7 @@ class _Ordered(torch.autograd.Function):
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, b, a, *sources = saved_tensors(ctx)
+    weight, b, a, mask, *sources = saved_tensors(ctx)
     product: Product = ctx.product._replace(weight=weight)
     how, scaling, order = ctx.how, ctx.how.scaling, ctx.order[3:]
     wants_input, wants_b, wants_a, *_ = ctx.needs_input_grad
@@ -209,7 +218,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
         of_hidden = rows.mm(b).mul_(scaling)
     if wants_a or wants_b:
         input = input_from(sources)
-        seen = input.to(how.dtype).to(a.dtype).reshape(-1, a.shape[1])
+        seen = drop(input, mask, how.dropout, how.dtype, a.dtype).reshape(-1, a.shape[1])
         del input
         if order in ("b3", "b4") or (wants_b and order == "b2"):
             outer = rows.t().mm(seen)  # X'dY of the paper, transposed
@@ -228,11 +237,12 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
             of_input = arriving.mm(_merged(product, a, b, scaling, ctx.dtype)).view(ctx.shape)
         else:
             of_input = product.gradient(arriving)
-            if of_input.dtype == of_hidden.dtype:
+            if mask is None and of_input.dtype == of_hidden.dtype:
                 of_input = of_input.addmm_(of_hidden, a).view(ctx.shape)
             else:
-                of_lora = of_hidden.mm(a).to(how.dtype).to(ctx.dtype)
-                of_input = of_input.add_(of_lora).view(ctx.shape)
+                of_lora = of_hidden.mm(a).view(ctx.shape)
+                of_lora = drop(of_lora, mask, how.dropout, how.dtype, ctx.dtype, is_gradient=True)
+                of_input = of_input.view(ctx.shape).add_(of_lora)
     return of_input, of_b, of_a, None, None
 
 

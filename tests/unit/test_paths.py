@@ -21,6 +21,7 @@ from tests.unit.rounding import exact, gamma, shares, sizes
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ORDERS = LORA_ORDERS[1:]
+UNMERGED = ["peft", "f1:b1", "f1:b2", "f1:b3"]
 STEPS = ("f1", "f2", "b1", "b2", "b3", "b4", "b5")
 
 
@@ -62,8 +63,12 @@ def test_what_is_chosen() -> None:
 def test_a_narrow_base_never_merges_unless_asked(base: torch.dtype, adapters: torch.dtype) -> None:
     for n, i, r in product((1, 512, 51200), (64, 1024, 4096), (8, 128, 512)):
         given = shape(n, i, i, r, base=base, adapters=adapters)
-        assert candidates(given) == ["peft", "f1:b1", "f1:b2", "f1:b3"]
+        assert candidates(given) == UNMERGED
         assert cheapest(given) in candidates(given)
+
+
+def test_with_dropout_nothing_is_merged() -> None:
+    assert cheapest(shape(has_dropout=True)) in candidates(shape(has_dropout=True)) == UNMERGED
 
 
 # ------------------------------------------------------------------ against float64
@@ -89,21 +94,26 @@ def normal(*sizes: int, seed: int = 1) -> torch.Tensor:
 class Case:
     """One layer with what arrives from both sides, and what float64 makes of it."""
 
-    def __init__(self, kind: str, size: str, rank: int, bias: bool, scaling: float) -> None:
+    def __init__(
+        self, kind: str, size: str, rank: int, bias: bool, scaling: float, dropout: float = 0.0
+    ) -> None:
         i, o = SIZES[size]
         self.module = frozen(kind, i, o, bias)
-        self.scaling = scaling
+        self.scaling, self.dropout = scaling, dropout
         self.input, self.arriving = (normal(2, 24, n) for n in (i, o))
         self.a = normal(rank, i, seed=2) / i**0.5
         self.b = normal(o, rank, seed=3) / rank**0.5
+        torch.manual_seed(4)
+        self.mask = nn.functional.dropout(torch.ones_like(self.input), dropout)
 
     def run(self, order: str) -> list[torch.Tensor]:
         given = [each.clone().requires_grad_() for each in (self.input, self.b, self.a)]
         input, b, a = given
         known = product_of(self.module, input)
         assert known is not None
-        how = Added(self.scaling, 0.0, FP32, rounds=True, keeps_dtype=False)
+        how = Added(self.scaling, self.dropout, FP32, rounds=True, keeps_dtype=False)
         call = Call(how, known)
+        torch.manual_seed(4)
         if order == "peft":
             sum_ = add_lora(None, input, a, b, call)
         else:
@@ -117,7 +127,7 @@ class Case:
         assert known is not None
         weight = known.dense(FP32)
         bias = torch.zeros(len(weight)) if known.bias is None else known.bias
-        given = (self.input, self.b, self.a), (weight, bias, torch.tensor(self.scaling))
+        given = (self.input, self.b, self.a), (weight, bias, torch.tensor(self.scaling), self.mask)
         given = *given, (self.arriving,)
         # Of a merged weight, too: each element is a sum of as many products as there are ranks.
         depth = sum(weight.shape) + len(self.a) + self.input[..., 0].numel() + 8
@@ -132,8 +142,9 @@ def formula(
     weight: torch.Tensor,
     bias: torch.Tensor,
     scaling: torch.Tensor,
+    mask: torch.Tensor,
 ) -> list[torch.Tensor]:
-    return [input @ (weight + scaling * b @ a).T + bias]
+    return [input @ weight.T + scaling * (mask * input) @ (b @ a).T + bias]
 
 
 @pytest.mark.cover("pairs")
@@ -147,6 +158,15 @@ def test_every_order_is_within_its_bound(
     case = Case(kind, size, rank, bias, scaling)
     for order in LORA_ORDERS:
         assert max(case.excess(order, case.run(order))) <= 1, order
+
+
+@pytest.mark.parametrize("order", UNMERGED)
+def test_with_dropout_it_is_within_its_bound(order: str) -> None:
+    case = Case("dense", "square", 8, True, 16.0, dropout=0.3)
+    found = case.run(order)
+    assert max(case.excess(order, found)) <= 1
+    case.mask = torch.ones(())
+    assert all(share > 1 for share in case.excess(order, found))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -102,9 +102,9 @@ def test_online_softmax(
         expected = add_logits_ref(reference, first, given.clone(), slopes, rows)
         assert (found is None) == (expected is None) == (not wanted)
         if found is not None and expected is not None:
-            # Each exponential is good to a few roundoffs of its own size.
-            rtol = 16 * U + 2 * UNITS[dtype] * (dtype is not FP32)
-            atol = 2.0**-24 * (dtype is FP16)  # where its exponents end
+            # Each exponential is good to a few roundoffs of its own size, by either device's.
+            rtol = 32 * U + 2 * UNITS[dtype]
+            atol = 2.0**-24  # where the exponents of float16 end
             torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
             ours.rows.addmm_(expected.float(), rows.float())
             reference.rows.addmm_(expected.float(), rows.float())

@@ -8,8 +8,9 @@ cache within the step, the peak is unknown, and the room stays as it is.
 Note: One correction
     The first step that is measured runs in the least room. What it takes beyond its estimate
     (fragments, another optimizer's state; less, if that is smaller) is taken off the budget, and
-    the rest, but for a fiftieth, is spent by the estimate. The room only shrinks from then on: if a
-    measured step takes more than the budget, the correction grows.
+    the rest, but for a fiftieth, is spent by the estimate. The next step is measured in that room:
+    gaps between tensors are others there, and what is left is spent too. The room only shrinks from
+    then on: if a measured step takes more than the budget, the correction grows.
 
 Note: Larger batches
     Room for a batch that is larger than any before is made before it trains, by its own estimate.
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 RESERVE = 1.5
 """Factor of the length for which room is given up, once a batch has not fitted."""
+MAX_ROUNDS = 2
+"""Measured steps after which the room may grow."""
 MAX_PUT_OFF = 2
 """Steps in a row that are not measured because visits were recorded in them."""
 SPARE_SHARE = 0.02
@@ -166,6 +169,8 @@ class MeasuredSizer(Sizer):
         self._num_given_back = 0
         self._watch: StepWatch | None = None
         self._may_be_alone = False
+        self._rounds = 0
+        """Of measuring and spending."""
 
     def begin(
         self, shape: Shape, room: ResidencyPlan, is_checking: bool, adapters: object
@@ -209,7 +214,7 @@ class MeasuredSizer(Sizer):
             if self.budget is None:
                 self.budget = self._memory.free() + self._held()
         self._conditions, self._watch = adapters, StepWatch(model)
-        self._shapes, self._beyond = [], None
+        self._shapes, self._beyond, self._rounds = [], None, 0
         self._may_be_alone = self.wanted[:2] == (None, None)
         self.is_quicker_alone = False
         self._stage = Stage.WARMING
@@ -250,17 +255,23 @@ class MeasuredSizer(Sizer):
 
     def _spend(self, room: ResidencyPlan) -> ResidencyPlan:
         """Return the room for steps like the measured one, which ran in ``room``."""
-        budget, is_first = self.budget or 0, self._beyond is None
+        budget = self.budget or 0
         step = self._memory.reserved() - self._others_num_bytes
         chosen = room
-        if is_first or step > budget:
+        self._rounds += 1
+        if step > budget or self._rounds <= MAX_ROUNDS:
             beyond = step - self._estimated_in(room)
-            self._beyond = beyond if self._beyond is None else max(self._beyond, beyond)
+            is_more = step > budget and self._beyond is not None
+            self._beyond = max(self._beyond or 0, beyond) if is_more else beyond
             self._num_tokens = max(shape.num_tokens for shape in self._seen)
             if self.is_quicker_alone:
                 self._shapes = [shape._replace(micro_batches=1) for shape in self._shapes]
-            chosen = self._most(self._shapes) or self._least_beyond(room, step)
-        if chosen != room or is_first:
+            most = self._most(self._shapes)
+            if step > budget:
+                chosen = most or self._least_beyond(room, step)
+            elif most is not None and most[:2] > room[:2]:
+                chosen = most
+        if chosen != room or self._rounds == 1:
             logger.info(
                 "poros: a step took %s of a budget of %s; from now on %s",
                 size(step),
@@ -356,10 +367,8 @@ class MeasuredSizer(Sizer):
         )
 
     def _least_beyond(self, room: ResidencyPlan, step: int) -> ResidencyPlan:
-        """Return the least room, though a step may not fit the budget there."""
+        """Return the least room, though it does not fit the budget."""
         least = self._least(self.wanted.offload_inputs is not False)
-        if step <= (self.budget or 0):
-            return room
         if room == least:
             logger.warning(
                 "poros: a step takes %s with the fewest blocks on the device, more than the budget "

@@ -10,7 +10,8 @@ Note: One correction
     (fragments, another optimizer's state; less, if that is smaller) is taken off the budget, and
     the rest, but for a fiftieth, is spent by the estimate. The next step is measured in that room:
     gaps between tensors are others there, and what is left is spent too. The room only shrinks from
-    then on: if a measured step takes more than the budget, the correction grows.
+    then on: if a measured step takes more than the budget, the correction grows. A batch with more
+    tokens is measured, and begins this anew.
 
 Note: Larger batches
     Room for a batch that is larger than any before is made before it trains, by its own estimate.
@@ -159,8 +160,10 @@ class MeasuredSizer(Sizer):
         """Bytes that this process held when the first step began, without the model."""
         self._beyond: int | None = None
         """Bytes that a step takes beyond its estimate; None until one was measured."""
-        self._num_tokens = 1
+        self._num_tokens = 0
         """Tokens of the largest batch in that step."""
+        self._measured: list[Shape] = []
+        """Shapes of the steps that were measured."""
         self._stage = Stage.WARMING
         self._seen: list[Shape] = []
         """Shapes since measuring began."""
@@ -187,6 +190,8 @@ class MeasuredSizer(Sizer):
             self.is_quicker_alone = self._could_be_alone(shape)
         if not any(map(shape.is_within, self._shapes)):
             room = self._provide(shape, room, is_checking)
+        if self._stage is Stage.SETTLED and not any(map(shape.is_within, self._measured)):
+            self._measure()  # the room was made for it, by an estimate
         self._seen = with_shape(self._seen, shape)
         self._note(shape, room)
         return room
@@ -214,7 +219,8 @@ class MeasuredSizer(Sizer):
             if self.budget is None:
                 self.budget = self._memory.free() + self._held()
         self._conditions, self._watch = adapters, StepWatch(model)
-        self._shapes, self._beyond, self._rounds = [], None, 0
+        self._shapes, self._measured, self._num_tokens = [], [], 0
+        self._beyond, self._rounds = None, 0
         self._may_be_alone = self.wanted[:2] == (None, None)
         self.is_quicker_alone = False
         self._stage = Stage.WARMING
@@ -245,6 +251,7 @@ class MeasuredSizer(Sizer):
             return self._spend(room)
         else:
             self._stage = Stage.SETTLED
+            self._measured = reduce(with_shape, self._seen, self._measured)  # as far as may be
             logger.warning(
                 "poros: PyTorch returned cached memory to the device within a step "
                 "(torch.cuda.empty_cache, TrainingArguments(torch_empty_cache_steps=...), or a "
@@ -258,12 +265,16 @@ class MeasuredSizer(Sizer):
         budget = self.budget or 0
         step = self._memory.reserved() - self._others_num_bytes
         chosen = room
+        num_tokens = max(shape.num_tokens for shape in self._seen)
+        if num_tokens > self._num_tokens:
+            self._rounds = 0  # what it takes beyond its estimate says more
+        self._measured = reduce(with_shape, self._seen, self._measured)
         self._rounds += 1
-        if step > budget or self._rounds <= MAX_ROUNDS:
+        is_latest = self._rounds <= MAX_ROUNDS and num_tokens >= self._num_tokens
+        if step > budget or is_latest:
             beyond = step - self._estimated_in(room)
-            is_more = step > budget and self._beyond is not None
-            self._beyond = max(self._beyond or 0, beyond) if is_more else beyond
-            self._num_tokens = max(shape.num_tokens for shape in self._seen)
+            self._beyond = beyond if is_latest else max(self._beyond or 0, beyond)
+            self._num_tokens = max(num_tokens, self._num_tokens)
             if self.is_quicker_alone:
                 self._shapes = [shape._replace(micro_batches=1) for shape in self._shapes]
             most = self._most(self._shapes)
@@ -298,7 +309,7 @@ class MeasuredSizer(Sizer):
         """Return the part of the budget that the estimate for a batch may have."""
         beyond = self._beyond or 0
         if beyond > 0:
-            beyond = int(beyond * max(1.0, shape.num_tokens / self._num_tokens))
+            beyond = int(beyond * max(1.0, shape.num_tokens / max(1, self._num_tokens)))
         return max(1, int((self.budget or 0) * (1 - SPARE_SHARE)) - beyond)
 
     def _most(self, shapes: Sequence[Shape]) -> ResidencyPlan | None:
@@ -309,6 +320,8 @@ class MeasuredSizer(Sizer):
             return None
         if not all(keeps_most(plan, LEAST_KEPT) for plan in plans):
             self.is_quicker_alone = False
+        self.replays = all(plan.replays for plan in plans)
+        self.shares_dense = all(plan.shares_dense for plan in plans)
         return reduce(ResidencyPlan.within, map(room_of, plans))
 
     def _provide(self, shape: Shape, room: ResidencyPlan, is_checking: bool) -> ResidencyPlan:

@@ -16,6 +16,7 @@ import poros
 from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
+from poros.model.measuring import RESERVE, SPARE_SHARE, DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import ResidencyPlan, Shape, Sizer, Wanted
 from tests.loops import layers_of
@@ -309,6 +310,8 @@ def test_lengths_that_creep_up_do_not_resize_at_each_step(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a token at a time. Control: without what is left for longer batches they do."""
+    for reserve, is_kept in ((RESERVE, True), (1.0, False)):
+        monkeypatch.setattr("poros.model.measuring.RESERVE", reserve)
         loop = prepared(budget(6, 4, 24))
         loop.run(16, 16, 16, 16, *range(17, 41))
         assert max(loop.memory.peaks) <= budget(6, 4, 24)

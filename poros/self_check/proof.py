@@ -164,11 +164,7 @@ class LayerRerunner:
         args, kwargs = _arguments(evidence, tensors, with_caches)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        with (
-            evidence.state(),
-            _no_backward_hooks(evidence.layer),
-            _NoTensorHooks(),
-        ):
+        with evidence.state(), _no_backward_hooks(evidence.layer), _NoTensorHooks():
             token = _active_collector.set(record)
             try:
                 result, proxies = run(args, kwargs)

@@ -37,15 +37,14 @@ def read_auxiliary_files(path: Path) -> dict[str, bytes]:
     """Read a folder's auxiliary files, by name."""
     try:
         entries = [*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]
-        found = {str(each.relative_to(path)): each.stat() for each in entries if not each.is_dir()}
+        names = sorted(str(each.relative_to(path)) for each in entries)
+        ours = [name for name in names if is_auxiliary_file(name) and not (path / name).is_dir()]
+        # An empty file holds nothing, and the limit would refuse it.
+        filled = [name for name in ours if (path / name).stat().st_size]
     except OSError as error:
-        raise defect(path, f"expected readable files, found: {error.strerror}") from error
-    # An empty file holds nothing, and the limit would refuse it.
-    return {
-        name: read_small(path / name, MAX_AUXILIARY_NUM_BYTES)
-        for name in sorted(found)
-        if is_auxiliary_file(name) and found[name].st_size
-    }
+        where = Path(error.filename or path)
+        raise defect(where, f"expected to read it, found: {error.strerror}") from error
+    return {name: read_small(path / name, MAX_AUXILIARY_NUM_BYTES) for name in filled}
 
 
 def is_auxiliary_file(name: str) -> bool:

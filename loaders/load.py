@@ -230,6 +230,7 @@ class _CheckpointLoader:
                 writers.append(stack.enter_context(StoreWriter(directory, layouts)))
                 return writers[0].host
 
+            files = {**read_auxiliary_files(checkpoint.path), **checkpoint.texts}
             # What is hashed comes from the cache that loading fills, or the other way round.
             fingerprint = hashing.submit(checkpoint.fingerprint)
             model, slab_writer, used, dtype = self._read(checkpoint, allocate)
@@ -248,7 +249,6 @@ class _CheckpointLoader:
                 device=device_name(self._quantizer.device),
                 num_threads=torch.get_num_threads(),
             )
-            files = {**read_auxiliary_files(checkpoint.path), **checkpoint.texts}
             writers[0].commit(rest, about, files)
             return origin
 

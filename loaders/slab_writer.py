@@ -189,7 +189,7 @@ class SlabWriter:
         sizes are, and divide by the block size: a wrong state ends the process, or trains on
         numbers beyond the end of a tensor.
         """
-        self._require_shape(name, torch.Size(state.shape), torch.Size(shape))
+        self._require_shape(name, torch.Size(state.shape or ()), torch.Size(shape))
         settings: list[tuple[str, Any, Sequence[Any]]] = [
             ("a block size", state.blocksize, BLOCKSIZES),
             ("a type", state.quant_type, QUANT_TYPES),

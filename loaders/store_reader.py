@@ -136,6 +136,9 @@ class StoreReader(SlabWriter):
                 both = (*expected, *each)
                 names = [spec[0] for spec in both if spec not in expected or spec not in each][:3]
                 raise self._other_form(f"layer {index}, found another form of {quoted(names)}")
+            wanted, (num_bytes, _) = layouts[index].padded_num_bytes, opened.manifest.slabs[index]
+            if num_bytes != wanted:
+                raise self._other_form(f"{wanted} bytes of layer {index}, found {num_bytes}")
         first = len(layouts)
         while self._budget is not None and first and opened.starts[first] > self._budget:
             first -= 1

@@ -143,8 +143,9 @@ def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> It
         )
         return
     for key in (*found.format.keys, *found.format.others):
-        is_needed = key in found.format.keys
-        if is_needed or row.get(key) not in (None, ""):
+        value = row.get(key)
+        is_left_out = value is None or (value == "" and key not in ("prompt", "images"))
+        if key in found.format.keys or not is_left_out:
             yield from _value_problems(key, row[key], found)
     label = row.get("label")
     is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
@@ -274,9 +275,9 @@ def _message_problems(key: str, messages: list[Any], form: Form) -> Iterator[str
 
 def _spoken(message: Mapping[str, Any]) -> dict[str, Any]:
     """Write a message of ShareGPT under the keys of others."""
-    if message.get("from") is None or {"role", "content"} & message.keys():
-        return {**message}
     given = {name: value for name, value in message.items() if value is not None}
+    if "from" not in given or {"role", "content"} & given.keys():
+        return {**message}
     speaker = given.pop("from")
     text = {"content": given.pop("value")} if "value" in given else {}
     return {"role": SPEAKERS.get(str(speaker), speaker), **text, **given}

@@ -197,7 +197,9 @@ def _notes(run: Begun, recipe: Recipe, machine: Mapping[str, str]) -> Iterator[s
 def _is_longer(run: Begun, recipe: Recipe) -> bool:
     """Whether a recipe trains for longer than the one that a run was begun with."""
     old, new = _flat(run.recipe), _flat(recipe.as_dict())
-    return any(name in old and name in new and old[name] < new[name] for name in _LENGTHS)
+    both: list[Any] = [(old.get(name), new.get(name)) for name in _LENGTHS]
+    # What was read may be anything.
+    return any({type(was), type(now)} <= {int, float} and was < now for was, now in both)
 
 
 def _names(path: Path) -> set[str]:
@@ -260,10 +262,12 @@ def lock_run_dir(
             write_json(run.path / _RUN, asdict(begun))
         write_text(run.path / _RECIPE, recipe.as_yaml())
         with writing(run.path):
-            for left in run.path.glob(f".*.poros{PARTIAL}"):
-                shutil.rmtree(left)
-            for file in run.path.glob("*.part"):
-                file.unlink()
+            for name in ("checkpoint-*", _ADAPTER):
+                for left in run.path.glob(f".{name}.poros{PARTIAL}"):
+                    shutil.rmtree(left)
+            for name in (_RUN, _RECIPE):
+                for file in run.path.glob(f"{name}?*.part"):
+                    file.unlink()
         yield run
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,6 +156,9 @@ class Stopping(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGINT and SIGTERM for the body; a second one acts as it always does."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
         before = {each: signal.signal(each, self._came) for each in _SIGNALS}
         try:
             yield

@@ -25,7 +25,6 @@ reads do.
 """
 
 import logging
-import mmap
 import os
 import time
 import weakref
@@ -39,7 +38,7 @@ from typing import Any
 import torch
 
 from poros.errors import CheckpointFormatError
-from poros.host.layout import PAGE_NUM_BYTES, BlockLayout, slab_offsets, slabs_num_bytes
+from poros.host.layout import BlockLayout, slab_offsets, slabs_num_bytes
 from poros.host.slab import Arena, HostSlab, NamedTensor
 from poros.host.store import HostStore
 from poros.io.digests import Identity, identity_of
@@ -325,10 +324,9 @@ class _Reader:
                 f"/proc/self/fd/{behind.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
             )
             weakref.finalize(self, os.close, direct)
-            os.preadv(direct, [mmap.mmap(-1, PAGE_NUM_BYTES)], behind.offset)
             self._descriptor = direct
         except OSError as error:  # some file systems refuse the flag, others the reads
-            logger.debug("poros: %s is read through the page cache: %s", behind.path, error)
+            self._log_cached(error)
 
     def start(self, target: HostSlab, slab: HostSlab) -> Future[None]:
         """Read ``slab``, one of the mapping, into memory of its own, after what was started."""
@@ -341,10 +339,20 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def _read(self, memory: memoryview, place: int) -> None:
-        done = read_into(self._descriptor, memory, place)
+        try:
+            done = read_into(self._descriptor, memory, place)
+        except OSError as error:
+            if self._descriptor == self._behind.descriptor:
+                raise
+            self._log_cached(error)
+            self._descriptor = self._behind.descriptor
+            done = read_into(self._descriptor, memory, place)
         self._behind.require_intact()
         if done < len(memory):
             raise EOFError(f"the end of the file at {place + done}")
+
+    def _log_cached(self, error: OSError) -> None:
+        logger.debug("poros: %s is read through the page cache: %s", self._behind.path, error)
 
 
 def num_written_pages(flat: torch.Tensor) -> int:

@@ -17,6 +17,9 @@ from poros.utils.formatting import size
 RESERVE_NUM_BYTES = 2**30
 """Memory that is left for everything else: interpreter, one tensor in transit, page cache."""
 
+_NO_LIMIT = 2**60
+"""Version 1 writes a number of about 2**63 where there is no limit."""
+
 
 class MemoryLimit(NamedTuple):
     """The bytes that one limit still grants."""
@@ -80,22 +83,29 @@ def _meminfo(root: Path, field: str) -> list[int]:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[int, MemoryLimit]]:
-    """Yield the limit of each group (of version 2) above this process, and what it leaves."""
-    top = root / "sys/fs/cgroup"
+    """Yield the limit of each group above this process, of versions 1 and 2, and what it leaves."""
+    mounts = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
-        if not line.startswith("0::"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            top, names, cached = mounts, ("max", "current"), ("file", "shmem")
+        elif "memory" in controllers.split(","):
+            top, names = mounts / "memory", ("limit_in_bytes", "usage_in_bytes")
+            cached = ("total_cache", "total_shmem")
+        else:
             continue
-        path = line.removeprefix("0::")
         inside = Path(path.lstrip("/"))
         # In a container the path may be that of the host, and only the top is mounted.
         for group in dict.fromkeys([inside, *inside.parents, Path()]):
-            limit, usage = (_number(top / group / f"memory.{n}") for n in ("max", "current"))
-            if limit is None or usage is None:
+            limit, usage = (_number(top / group / f"memory.{name}") for name in names)
+            if limit is None or usage is None or limit >= _NO_LIMIT:
                 continue
             fields = _fields(top / group / "memory.stat")
             # The page cache counts as used, but goes when memory is needed. What is shared or
             # in memory files is page cache too, and stays.
-            cache = max(fields.get("file", 0) - fields.get("shmem", 0), 0)
+            pages, shared = (fields.get(name, 0) for name in cached)
+            cache = max(pages - shared, 0)
             said = f"control group {path}: {size(usage)} of {size(limit)} used"
             yield limit, MemoryLimit(min(max(limit - usage, 0) + cache, limit), said)
 

@@ -40,12 +40,13 @@ def require_file(path: Path, option: str) -> None:
         PolicyError: If it is a folder, a pipe or a device, or nothing can be written beside it.
     """
     try:
+        parent = Path(os.path.realpath(path)).parent
         found = "a folder, a device or a pipe" if path.exists() and not path.is_file() else None
     except (OSError, ValueError) as error:
         found = reason_of(error)
     if found is not None:
         raise PolicyError(f"{option}: expected a file to write, found {_shown(path)}: {found}")
-    require_folder(Path(os.path.realpath(path)).parent, option)
+    require_folder(parent, option)
 
 
 def require_folder(path: Path, option: str) -> None:

@@ -33,6 +33,7 @@ SHARD_NUM_BYTES = 4 * 10**9
 _PEFT = "base_model.model."
 """Prefix of the model's names in an adapter's file."""
 _INDEX = "model.safetensors.index.json"
+_REMEDY = "check that configuration and weights belong together"
 
 
 def merge(
@@ -93,7 +94,7 @@ def merge(
             known = model.state_dict().keys()
             own = {name: each for name, each in own.items() if each.is_part or each.name in known}
         added = _head(saved, own, model)
-        _require_all(checkpoint, own, model, added)
+        _require_like(checkpoint, own, model, added)
         plan = _Plan(checkpoint, own, Adapter(saved, model), dtype, added)
         shards = split_torch_state_dict_into_shards(plan.written, max_shard_size=shard_num_bytes)
         require_folder(target.parent, "out")
@@ -185,16 +186,33 @@ def _head(
     }
 
 
-def _require_all(
+def _require_like(
     checkpoint: Checkpoint,
     own: dict[str, OwnName],
     model: "PreTrainedModel",
     added: Collection[str],
 ) -> None:
-    """Refuse a checkpoint that lacks a weight of its configuration, which is not in ``added``."""
+    """Refuse tensors of other shapes than the model's, whole numbers for weights, and a gap.
+
+    Args:
+        added: Names of what the checkpoint need not have.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {**weights, **dict(model.named_buffers())}
+    for name, each in own.items():
+        if each.is_part or each.name not in tensors:
+            continue
+        entry, like = checkpoint.entry(name), tensors[each.name]
+        if entry.shape != like.shape or entry.dtype.is_floating_point != like.is_floating_point():
+            raise defect(
+                entry.file,
+                f"expected {like.dtype} of shape {tuple(like.shape)} as in the configuration, "
+                f"found {entry.dtype} of shape {quoted(entry.shape)}",
+                tensor=name,
+                remedy=_REMEDY,
+            )
     if any(each.is_part for each in own.values()):
         return  # what the model has by each name is known once pieces are put together
-    weights = dict(model.named_parameters(remove_duplicate=False))
     # One of two that are tied is enough.
     found = {id(weights.get(each.name)) for each in own.values()}
     optional = model._keys_to_ignore_on_load_missing or ()
@@ -205,7 +223,7 @@ def _require_all(
                 checkpoint.path,
                 "expected the tensors of the configuration, found none of that name",
                 tensor=name,
-                remedy="check that configuration and weights belong together",
+                remedy=_REMEDY,
             )
 
 

@@ -58,10 +58,13 @@ class SavedAdapter:
         self.auto_class = _auto_class(self.config)
 
     def _require_rank(self, file: Path) -> None:
-        """Refuse a rank that none of the tensors has, before PEFT allocates matrices of it."""
+        """Refuse a rank of LoRA that no tensor has, before PEFT allocates matrices of it."""
+        if self.config.peft_type != "LORA":
+            return  # the tensors of other kinds may be smaller than r
         most = max((max(each.shape, default=1) for each in self.weights.values()), default=0)
-        pattern = getattr(self.config, "rank_pattern", None) or {}
-        for rank in (getattr(self.config, "r", 0), *pattern.values()):
+        pattern = self.config.rank_pattern
+        ranks = pattern.values() if isinstance(pattern, dict) else ()
+        for rank in (self.config.r, *ranks):
             if isinstance(rank, int) and rank > most:
                 raise defect(
                     file,

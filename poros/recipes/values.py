@@ -9,6 +9,7 @@ import operator
 import re
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -180,10 +181,13 @@ def is_name(text: str) -> bool:
 def _modules(written: Any) -> Any:
     """Check ``all-linear``, names of modules, or a pattern of whole names, as PEFT takes them."""
     names = written if isinstance(written, list) else [written]
-    try:
-        is_right = bool(names) and all(re.compile(each).pattern.strip() for each in names)
-    except (re.error, TypeError):
-        is_right = False
+    is_right = bool(names) and all(
+        re.fullmatch(r"[A-Za-z_][\w.-]*", each) for each in map(str, names)
+    )
+    if isinstance(written, str) and not is_name(written):
+        with suppress(re.error):
+            re.compile(written)
+            is_right = True
     if not is_right:
         raise ValueError(
             "all-linear or a list of names of modules such as [q_proj, v_proj], or a pattern"

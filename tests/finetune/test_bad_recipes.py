@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -69,6 +70,16 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "rows for KTO one by one": (
         "training:\n  method: kto\n  per_device_train_batch_size: 1\n", 5, "at least 2", "set it",
     ),
+    "names of modules in one": (
+        "adapter:\n  target_modules: ['q_proj, v_proj']\n", 4, "names of modules", "for example",
+    ),
+    "pattern in a list": (
+        "adapter:\n  target_modules: ['.*']\n", 4, "names of modules", "for example",
+    ),
+    "number in a list of modules": (
+        "adapter:\n  target_modules: [q_proj, 5]\n", 4, "names of modules", "for example",
+    ),
+    "number for modules": ("adapter:\n  target_modules: 7\n", 4, "names of mod", "for example"),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
 }  # fmt: skip
 
@@ -113,6 +124,7 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "ShareGPT after messages": (
         [json.dumps(CHAT), json.dumps(SHARED)], 2, "conversations after messages", "all alike",
     ),
+    "text for images": ([json.dumps({**CHAT, "images": ""})], 1, "a list of paths", "write it"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
 }  # fmt: skip
 
@@ -309,10 +321,19 @@ def test_bad_flags(case: str, place: Path) -> None:
     assert_said(refused(place, *command), what, what, remedy, None)
 
 
-def test_a_label_that_is_no_truth_value(place: Path) -> None:
-    (place / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "label": 1}')
-    said = refused(place, "model", "rows.jsonl", "--method", "kto")
-    assert "rows.jsonl:1: label: expected true for a good answer" in said and "found 1" in said
+@pytest.mark.parametrize(
+    ("method", "row", "what", "remedy"),
+    [
+        ("kto", {"prompt": "a", "completion": "b", "label": 1}, "label: expected true", "write"),
+        ("dpo", {"prompt": "", "chosen": "a", "rejected": "b"}, "prompt: expected a text", "fill"),
+    ],
+)
+def test_bad_rows_of_other_methods(
+    method: str, row: dict[str, Any], what: str, remedy: str, place: Path
+) -> None:
+    (place / "rows.jsonl").write_text(json.dumps(row))
+    said = refused(place, "model", "rows.jsonl", "--method", method)
+    assert_said(said, "rows.jsonl:1:", what, remedy)
 
 
 def test_all_problems_are_told_at_once(place: Path) -> None:

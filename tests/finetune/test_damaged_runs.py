@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from poros.errors import PorosError, RunFolderError, StoreWriteError
+from poros.errors import PolicyError, PorosError, RunFolderError, StoreWriteError
 from poros.finetune.checkpoints import damage_of
 from poros.finetune.resuming import lock_run_dir
+from poros.io.writing import require_file
 from tests.command import poros_command
 from tests.covers import with_slow
 from tests.damage import ANY, NO_JSON, Damage, field
@@ -92,6 +93,8 @@ RUN = {
     "versions of numbers": field("versions", to=5),
     "a version that is none": field("versions", "torch", to={"a": 1}),
     "no base": field("digests", "weights and configuration of model.source", to=None),
+    "no number of steps": field("recipe", "training", "max_steps", to=None),
+    "a text for steps": field("recipe", "training", "max_steps", to="three"),
     "another format": field("format", to="2"),
 }
 LISTED = {
@@ -198,6 +201,19 @@ def test_going_on(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -
         assert files(copy) == before
 
 
+def test_a_resumed_run_removes_what_it_has_left_alone(copy: Path, interrupted: Interrupted) -> None:
+    left = (".checkpoint-3.poros.partial", ".adapter.poros.partial", "run.jsonabcd1234.part")
+    others = (".merged.poros.partial", "download.part", "rows.jsonl.part", "folder.part")
+    for name in (*left, *others):
+        is_file = name.endswith(".part") and name != "folder.part"
+        (copy / name).touch() if is_file else (copy / name).mkdir()
+    digests = json.loads((copy / "run.json").read_text())["digests"]
+    digests = {name: each for name, each in digests.items() if not name.startswith("weights")}
+    with lock_run_dir(recipe_of(**interrupted.options, output__folder=copy), digests, {}):
+        there = {each.name for each in copy.iterdir()}
+    assert there & {*left, *others} == {*others}
+
+
 def test_without_a_damaged_checkpoint_it_goes_on_from_the_one_before(
     copy: Path, interrupted: Interrupted
 ) -> None:
@@ -290,6 +306,11 @@ def test_a_report_replaces_no_pipe_and_no_device(kind: str, copy: Path, tmp_path
     found = poros_command("report", str(copy), "--out", str(target))
     assert found.exit_code == 2 and "a device or a pipe" in found.output
     assert target.stat().st_mode == before.st_mode
+
+
+def test_a_path_that_is_none_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"--out: expected a file to write, found .*null byte"):
+        require_file(Path("a\0b"), "--out")
 
 
 def test_a_report_through_a_link_replaces_what_it_leads_to(copy: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from poros.finetune import run as running
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import Interrupted
 from poros.finetune.tokens import NAMED
+from poros.finetune.trainers import Stopping
 from poros.recipes.recipe import Recipe
 from poros.reporting.events import read_run
 from tests.children import run_forked
@@ -83,6 +85,15 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     found = run(recipe)
     assert "going on after step 3 of 4" in found.said
     assert found.adapter == expected.adapter
+
+
+def test_no_signal_is_awaited_outside_of_the_main_thread() -> None:
+    def listen() -> int:
+        with Stopping().listening():
+            return 1
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(listen).result() == 1
 
 
 def test_a_run_that_ended_before_its_adapter_was_there(

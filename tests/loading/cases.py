@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poros.errors import PorosError, UnsupportedModelError
+from poros.host.layout import PAGE_NUM_BYTES
 from poros.loaders.store import REST, SLABS
 from tests.loading.checkpoints import FIRST, INDEX, SECOND, entry, good_tensors, write_index
 from tests.loading.damage import (
@@ -194,6 +195,7 @@ STATES = [
     said("another type", {"quant_type": "fp4"}, "quantization to nf4"),
     said("another dtype", {"dtype": "int8"}, "a dtype among"),
     said("dtype is a function", {"dtype": "load"}, "a dtype among"),
+    said("no shape", {"shape": None}, "expected shape"),
     said("a negative shape", {"shape": [-64, 128]}, "expected shape"),
     packed("state of a megabyte", tensor(STATE, lambda t: t.repeat(6000)), "Extra data"),
     packed("state under another type's name", RENAMED, "found neither"),
@@ -328,6 +330,12 @@ def bare(folder: Path) -> None:
     save_file(load_file(folder / REST), folder / REST)
 
 
+def _moved(store: dict[str, Any]) -> None:
+    """A page of the first slab is said to be the second's."""
+    store["slabs"][0][0] -= PAGE_NUM_BYTES
+    store["slabs"][1][0] += PAGE_NUM_BYTES
+
+
 STORES = [
     opened("no manifest", bare, "version None.*poros load"),
     opened("no slabs", drop(SLABS), SLABS),
@@ -351,6 +359,7 @@ STORES = [
         manifest(lambda s: _first(s, 1, _first(s, 0))),
         "layer 1, found another form",
     ),
+    loaded("another size of slabs", manifest(_moved), "bytes of layer 0, found"),
     loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
     loaded("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
     loaded(

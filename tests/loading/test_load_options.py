@@ -172,12 +172,14 @@ def sound(kinds: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "LICENSE").write_text("Do no harm.")
     (folder / "tokenizer_code.py").write_text("raise SystemExit")
     (folder / "LICENSE.empty").touch()
+    for name in ("README.md", "pytorch_model.bin"):
+        (folder / name).symlink_to("nowhere")
     return folder
 
 
 @pytest.fixture
 def path(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "model"))
+    return Path(shutil.copytree(sound, tmp_path / "model", symlinks=True))
 
 
 @pytest.fixture
@@ -202,6 +204,15 @@ def test_a_store_has_tokenizer_templates_settings_and_licence(path: Path, store:
     (store / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointFormatError, match=r"tokenizer\.json: .*bytes changed"):
         load(store)
+
+
+def test_a_file_that_cannot_be_read_is_refused_before_weights_are(
+    path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path / "NOTICE").symlink_to("nowhere")
+    monkeypatch.setattr(Checkpoint, "slices", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(CheckpointFormatError, match="NOTICE: expected to read it, found: No such"):
+        load(path, store=store)
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])

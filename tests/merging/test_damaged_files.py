@@ -161,6 +161,7 @@ ALWAYS = {
     (MODEL, "missing", "merge"),
     (ADAPTER, "rank too large", "chat"),
     *((ADAPTER, f"lora_alpha: {kind}", "merge") for kind in ("NaN", "huge")),
+    (ADAPTER, "rank_pattern: text", "merge"),
     *((WEIGHTS, damage, "merge") for damage in ("NaN", "infinity")),
     *((GENERATION, f"eos_token_id: {kind}", "chat") for kind in ("text", "NaN")),
     (CONFIG, "max_position_embeddings: negative", "finetune"),

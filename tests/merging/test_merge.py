@@ -14,6 +14,7 @@ from peft import (
     FourierFTConfig,
     IA3Config,
     LoHaConfig,
+    LoKrConfig,
     LoraConfig,
     OFTConfig,
     PromptTuningConfig,
@@ -64,6 +65,7 @@ ADAPTERS: dict[str, Any] = {
     "orthogonal": LoraConfig(r=4, target_modules=LINEAR, init_lora_weights="orthogonal"),
     "a trained head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "loha": LoHaConfig(r=4, target_modules=LINEAR),
+    "lokr of a rank above all sizes": LoKrConfig(r=1000, alpha=1000, target_modules=LINEAR),
     "vera": VeraConfig(r=4, target_modules=["q_proj"]),
     "ia3": IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
@@ -259,6 +261,32 @@ def test_biases_that_a_file_lacks_are_missed(base: Path, tmp_path: Path) -> None
     biases = tensors(lambda found: [found.pop(name) for name in [*found] if "bias" in name])
     biases(adapter / "adapter_model.safetensors")
     refused(tmp_path, adapter, UnsupportedModelError, "one too few.*bias")
+
+
+UNLIKE: dict[str, tuple[str, Any]] = {
+    "a norm of half its size": ("input_layernorm", lambda found: found[: len(found) // 2]),
+    "a whole norm": ("input_layernorm", torch.Tensor.int),
+    "a touched matrix, one row": ("q_proj.weight", lambda found: found[:1]),
+    "a touched matrix, one column": ("q_proj.weight", lambda found: found[:, :1]),
+    "whole numbers touched": ("q_proj.weight", torch.Tensor.int),
+    "fewer tokens": ("embed_tokens", lambda found: found[1:]),
+}
+"""A tensor of the base, and what it becomes."""
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_base_unlike_its_configuration_is_refused(what: str, base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    shutil.copytree(base, tmp_path / "base")
+    part, change = UNLIKE[what]
+
+    def changed(found: dict[str, torch.Tensor]) -> None:
+        name = min(each for each in found if part in each)
+        found[name] = change(found[name]).clone()
+
+    tensors(changed)(tmp_path / "base" / "model.safetensors")
+    match = rf"model\.safetensors: tensor .*{part}.*expected torch.* of shape .*found torch"
+    refused(tmp_path, adapter, CheckpointFormatError, match, base=tmp_path / "base")
 
 
 def filled(adapter: Path, value: float, *parts: str) -> Path:

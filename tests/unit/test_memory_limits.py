@@ -13,6 +13,8 @@ from poros.host.limits import (
 )
 
 GIB = 2**30
+NAMES = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}
+"""Of limit and usage, in versions 1 and 2."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,17 @@ class Machine:
     cgroup: str = "0::/"
     groups: dict[str, tuple[object, int, str]] = field(default_factory=dict)
     """By path: limit, usage (in bytes), and the text of memory.stat."""
+    version: int = 2
 
     def write(self, root: Path) -> Path:
         write(root, "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable: {self.available * 2**20} kB\n")
         write(root, "proc/self/cgroup", self.cgroup + "\n")
         write(root, "proc/sys/kernel/osrelease", "6.8.0-generic\n")
+        above = "memory/" if self.version == 1 else ""
         for path, (limit, usage, stat) in self.groups.items():
-            folder = f"sys/fs/cgroup/{path}".rstrip("/")
-            write(root, f"{folder}/memory.max", f"{limit}")
-            write(root, f"{folder}/memory.current", f"{usage}")
+            folder = f"sys/fs/cgroup/{above}{path}".rstrip("/")
+            for name, value in zip(NAMES[self.version], (limit, usage), strict=True):
+                write(root, f"{folder}/memory.{name}", f"{value}")
             write(root, f"{folder}/memory.stat", stat)
         return root
 
@@ -66,6 +70,23 @@ MACHINES = [
     ),
     *map(tightest, (0, 1, 2)),
     Machine("the host's path inside", 3, cgroup="0::/docker/0123abcd", groups={"": group(4, 1)}),
+    Machine(
+        "version 1",
+        3,
+        cgroup="5:cpu,cpuacct:/x\n4:memory:/job\n1:name=systemd:/",
+        groups={
+            "": (2**63 - 4096, 50 * GIB, ""),
+            "job": group(8, 7, f"total_cache {3 * GIB}\ntotal_shmem {1 * GIB}\n"),
+        },
+        version=1,
+    ),
+    Machine(
+        "no limit of version 1",
+        64,
+        cgroup="4:memory:/",
+        groups={"": (2**63 - 4096, 5 * GIB, f"total_cache {3 * GIB}\n")},
+        version=1,
+    ),
     Machine("over the limit", 0, groups={"": group(2, 3)}),
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from poros.kernels.nodes import nodes_from, weakly
 
@@ -75,6 +76,8 @@ class Watch:
         asked: A method, called before a gradient is read or written; its object is held weakly.
         goes_back: Likewise, called before a backward with the nodes that it begins at, and the
             leaves or nodes whose gradients it is to give, if these are not all.
+        used: Likewise, called with a parameter as a graph begins there, if given. Each operator on
+            one passes through Python then.
     """
 
     def __init__(
@@ -82,10 +85,13 @@ class Watch:
         parameters: Sequence[nn.Parameter],
         asked: Callable[[], None],
         goes_back: Callable[[list[Any], list[Any]], None],
+        used: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self.asked = weakly(asked)
         self._goes_back = weakly(goes_back)
+        self._kind: Any = _Watched if used is None else _Seeing
+        self.used = None if used is None else weakly(used)
         self._engine: Any = None
         """What runs backwards, while something else is called in its place."""
 
@@ -94,7 +100,7 @@ class Watch:
         for each in self._parameters:
             if type(each) is nn.Parameter:
                 each.__dict__[_WATCH] = weakref.ref(self)
-                each.__class__ = _Watched
+                each.__class__ = self._kind
         engine: Any = torch.autograd
         if self._engine is None:
             genuine, goes_back = engine._engine_run_backward, self._goes_back
@@ -154,3 +160,18 @@ class _Watched(nn.Parameter):
     def grad(self) -> None:
         self._asked()
         _GRAD.__delete__(self)
+
+
+class _Seeing(_Watched):
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            has_graph = isinstance(found, torch.Tensor) and found.grad_fn is not None
+        for each in tree_leaves(args) if has_graph else ():
+            watch = each.__dict__.get(_WATCH, lambda: None)() if isinstance(each, cls) else None
+            if watch is not None and watch.used is not None:
+                watch.used(each)
+        return found

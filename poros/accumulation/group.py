@@ -33,7 +33,7 @@ from poros.accumulation.draws import UNPREDICTABLE, Drawn, DrawTable, between, l
 from poros.accumulation.gradients import has_hooks
 from poros.accumulation.head import SharedHead
 from poros.accumulation.host_values import HostValues
-from poros.accumulation.in_place import InPlace
+from poros.accumulation.in_place import UNKNOWN, InPlace
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.modules import Modules
 from poros.accumulation.parked import Regions
@@ -90,6 +90,8 @@ class Group(InPlace):
         """The one whose loss is being computed for good, up to its backward."""
         self._last: MicroBatch | None = None
         """The last one of the step."""
+        self._seen_back: MicroBatch | None = None
+        """The one whose backward was seen as it began."""
         self._values = HostValues()
         """While code of the model, and of nobody else, runs up to its first layer."""
         self._conditions: list[Condition] = []
@@ -314,8 +316,8 @@ class Group(InPlace):
         """Have the modules outside the layers as they were for those that have begun."""
         if not self._outside.still_holds() and not self._outside.put_back():
             raise UnsupportedModelError(
-                "expected a model whose code leaves its buffers alone, found one that edits some "
-                f"in place. {ADVICE}"
+                "expected a model whose code leaves its buffers and what is frozen alone, found one "
+                f"that edits some in place. {ADVICE}"
             )
 
     # --------------------------------------------------------------------------------- tails
@@ -334,6 +336,7 @@ class Group(InPlace):
         batch.begin_at(Start.capture(self._device))
         self._turn = self._tail = batch
         self._last = batch if is_last else None
+        batch.before_arrival(self._arrives)
         try:
             with self._in_place():
                 self._running = batch
@@ -392,6 +395,12 @@ class Group(InPlace):
         self.num_done += 1
         self._tail = None
 
+    def _arrives(self) -> None:
+        """The backward of the one whose turn it is comes to the last layer."""
+        batch = self._turn
+        if batch is not None and self._seen_back is not batch:
+            raise batch.refuse(UNKNOWN)
+
     def _asked(self) -> None:
         # Code of the user gets those of one after the other.
         running, is_within = self._running, torch._C._current_graph_task_id() != -1
@@ -416,7 +425,7 @@ class Group(InPlace):
     def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
         # A parameter of a layer, or before the layers, has its gradient from there alone. If the
         # loss uses it too, one after the other sums both before they are added to what is there.
-        running = self._running
+        running = self._seen_back = self._running
         if running is None:
             return
         is_turn = running is self._turn

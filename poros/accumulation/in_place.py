@@ -15,6 +15,9 @@ from poros.kernels.nodes import nodes_from
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
 
+USES = "the loss uses parameters of layers, or what goes into them, itself"
+UNKNOWN = "a backward that goes past torch.autograd"
+
 
 class InPlace(ABC):
     """Is called in place of layers, and before the head."""
@@ -81,9 +84,12 @@ class InPlace(ABC):
         """What is wrong with a backward that leads to leaves of these ids, past ``known`` nodes."""
         if not apart.isdisjoint(map(id, wanted)):
             return "the loss takes gradients of single parameters itself"
-        nodes = nodes_from(roots, known)
+        nodes = set(nodes_from(roots, known))
         if any(id(each.variable) in apart for each in nodes if hasattr(each, "variable")):
-            return "the loss uses parameters of layers, or what goes into them, itself"
+            return USES
+        within = {None, *nodes, *known}
+        if any(getattr(each, "grad_fn", each) not in within for each in wanted):
+            return "the loss takes gradients of what is not behind its layers"
         return None
 
     @abstractmethod

@@ -49,6 +49,7 @@ class Cut:
         gradient: What has arrived in backward; None before.
         anchor: A leaf below the cut, which gets no gradient.
         is_open: Whether a gradient may arrive now.
+        arrives: Called as one arrives; may raise.
     """
 
     def __init__(self, value: torch.Tensor, visit: ReplayedVisit | None = None) -> None:
@@ -58,6 +59,7 @@ class Cut:
         self.gradient: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.is_open = False
+        self.arrives: Callable[[], None] | None = None
         self._values = [value.detach()]
 
     def take(self) -> torch.Tensor:
@@ -130,6 +132,8 @@ class _Taken(torch.autograd.Function):
                 "result, found another one, or one through the result of a layer before, or of "
                 f"another micro-batch. {ADVICE}"
             )
+        if ctx.cut.arrives is not None:
+            ctx.cut.arrives()
         ctx.cut.gradient = gradient
         return (None,) * len(ctx.needs_input_grad)
 
@@ -389,6 +393,10 @@ class MicroBatch:
     def has_arrived(self) -> bool:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
+
+    def before_arrival(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called as the backward of its loss comes to the last layer."""
+        self._cuts[-1].arrives = weakly(call)
 
     def leaves_below(self) -> list[torch.Tensor]:
         """The leaves of what the first layer is given."""

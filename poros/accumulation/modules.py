@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from poros.stream.layer_index import values_of
+from poros.stream.marks import versions_of
 from poros.stream.namespaces import CONTAINERS, content_of, is_like, refill
 
 
@@ -98,6 +99,9 @@ class Outside:
             (each, each.clone() if each.nbytes <= _SMALL_NUM_BYTES else None) for each in buffers
         ]
         self._versions = [each._version for each in buffers]
+        held = [each for own in tables for each in own["_parameters"].values()]
+        self._frozen = [each for each in held if each is not None and not each.requires_grad]
+        self._frozen_versions = versions_of(self._frozen)
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], inside: Iterable[nn.Module]) -> "Outside":
@@ -113,13 +117,14 @@ class Outside:
         """Whether nothing was bound since."""
         return (
             not any(self._empty)
+            and versions_of(self._frozen) == self._frozen_versions
             and self._do_buffers_hold()
             and all(starmap(is_like, self._containers))
             and all(map(_is_same_table, self._tables, self._copies))
         )
 
     def put_back(self) -> bool:
-        """Have what there was; False if a buffer was edited in place since."""
+        """Have what there was; False if a buffer, or what is frozen, was edited in place since."""
         for own, copied in zip(self._tables, self._copies, strict=True):
             for name in (own.keys() | copied.keys()) - _LEFT_OUT:
                 if name in copied:
@@ -130,7 +135,8 @@ class Outside:
             container.clear()
         for container, content in self._containers:
             refill(container, content)
-        return self._do_buffers_hold()
+        is_unedited = versions_of(self._frozen) == self._frozen_versions
+        return is_unedited and self._do_buffers_hold()
 
     def _do_buffers_hold(self) -> bool:
         """Whether they hold what they held; DDP writes to them before a forward, mostly the same.

@@ -22,8 +22,8 @@ from poros.accumulation.calls import (
     watchers,
 )
 from poros.accumulation.draws import UNPREDICTABLE, Drawn
-from poros.accumulation.gradients import has_hooks, leaves_of
-from poros.accumulation.in_place import InPlace
+from poros.accumulation.gradients import Watch, has_hooks, leaves_of
+from poros.accumulation.in_place import UNKNOWN, USES, InPlace
 from poros.accumulation.modules import Modules
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import weakly
@@ -46,6 +46,7 @@ class Observer(InPlace):
 
     def __init__(self, runtime: Runtime, modules: Modules, code: Iterable[Any]) -> None:
         super().__init__(runtime, modules)
+        self._watch = Watch(self._trained, self._asked, self._goes_back, self._used)
         self.reason: str | None = None
         self.may_pass = False
         self.drawn: Drawn | None = None
@@ -66,6 +67,8 @@ class Observer(InPlace):
         """Of autograd, that has given the result of the last layer."""
         self._is_partial = False
         """Whether the latest backward is to give some gradients alone."""
+        self._is_known = False
+        """Whether it was seen as it began."""
         self._before_backward: Start | None = None
         self._is_autocast = torch.is_autocast_enabled(self._device.type)
         """Around all."""
@@ -204,8 +207,13 @@ class Observer(InPlace):
         elif self._before_backward is None:
             self.refuse("gradients are used while a loss is computed")
 
+    def _used(self, parameter: nn.Parameter) -> None:
+        """Code of the loss computes with a parameter, or asks for its node of autograd."""
+        if id(parameter) in self._in_layers:
+            self.refuse(USES)
+
     def _goes_back(self, roots: list[Any], wanted: list[Any]) -> None:
-        self._is_partial = bool(wanted)
+        self._is_partial, self._is_known = bool(wanted), True
         why = self._why_apart(roots, wanted, self._in_layers | self._below, [self._last_node])
         if why is not None:
             self.refuse(why)
@@ -213,6 +221,8 @@ class Observer(InPlace):
     def _arrived(self, gradient: torch.Tensor) -> None:
         """A gradient has come to the last layer."""
         self._watch.end()  # which has adapters run otherwise
+        if not self._is_known:
+            self.refuse(UNKNOWN)
         if self._before_backward is not None:
             self.refuse("a second backward of one loss")
         if self._is_partial:

@@ -54,3 +54,9 @@ def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 def version_of(tensor: torch.Tensor) -> int:
     """How often PyTorch has counted an edit; 0 of a tensor of inference mode, whose are not."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """``version_of`` each, without a subclass that sees it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(version_of, tensors))

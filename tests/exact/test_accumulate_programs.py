@@ -189,6 +189,33 @@ def gradients_of_logits(model: Model, batch: Batch) -> torch.Tensor:
     return output.loss * (1 + size([taken]))  # type: ignore[no-any-return]
 
 
+def hooked_at_a_node(model: Model, batch: Batch) -> torch.Tensor:
+    """A hook on the node of an adapter, for the time of this backward."""
+    parameter = trained(model)[0]
+    node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    hook = node.register_prehook(lambda given: (0.5 * given[0],))
+    own_loss(model, batch).backward()
+    hook.remove()
+    return torch.zeros((), requires_grad=True)
+
+
+def by_the_engine(model: Model, batch: Batch) -> torch.Tensor:
+    """A backward that ``torch.autograd`` does not know of, as C++ code has it."""
+    found = own_loss(model, batch) + trained(model)[0].square().sum()
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        *((found,), (torch.ones(()),), False, False, ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    return torch.zeros((), requires_grad=True)
+
+
+def edit_the_last_norm(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        model.get_base_model().model.norm.weight.mul_(1.5)
+    return own_loss(model, batch)
+
+
 def no_gradient(model: Model, batch: Batch) -> torch.Tensor:
     """As in the place of a loss that is no number."""
     return own_loss(model, batch).detach().requires_grad_()
@@ -326,6 +353,8 @@ LOSSES = {
     ),
     "a penalty on adapters": program(of(penalized), ITSELF),
     "a penalty, apart": program(of(penalized_apart), ITSELF),
+    "a hook on the node of an adapter": program(of(hooked_at_a_node), ITSELF),
+    "a backward by the engine": program(of(by_the_engine), ITSELF),
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda: training(adapter="adalora")),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
     "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
@@ -479,6 +508,8 @@ LATER = {
     "hidden states": later(hidden_states, "recorded"),
     "a penalty on adapters": later(penalized, (UNSUPPORTED, "uses parameters")),
     "a penalty before": later(penalized_before, "uses parameters"),
+    "a backward by the engine": later(by_the_engine, (UNSUPPORTED, "past torch.autograd")),
+    "a frozen norm that is edited": later(edit_the_last_norm, (UNSUPPORTED, "edits some")),
     "saved tensors that are packed": later(packed, (UNSUPPORTED, "saved-tensor hooks")),
     "evaluation mode while it runs": later(in_evaluation_mode),
 }

@@ -316,7 +316,7 @@ class Group(InPlace):
         """Have the modules outside the layers as they were for those that have begun."""
         if not self._outside.still_holds() and not self._outside.put_back():
             raise UnsupportedModelError(
-                "expected a model whose code leaves its buffers and what is frozen alone, found one "
+                "expected a model whose code leaves buffers and frozen parameters alone, found one "
                 f"that edits some in place. {ADVICE}"
             )
 

@@ -81,9 +81,6 @@ def look(name: str, device: str, change: Callable[[Any], object] = lambda model:
         device: ``cpu`` or ``cuda``.
         change: Is done to each prepared model; for a control.
     """
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
     dropout = 0.05
     try:
         try:
@@ -117,6 +114,13 @@ def look(name: str, device: str, change: Callable[[Any], object] = lambda model:
     return f"{verdict} (visits replayed: {num_replays}{''.join(f'; {each}' for each in fallbacks)})"
 
 
+def begin_process() -> None:
+    """Have a process of its own take one core and print nothing but errors."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Look at families, and print how many are equal in all ways."""
     parser = argparse.ArgumentParser(prog="tools.ways", description=__doc__)
@@ -126,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     names = options.names or architectures()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as pool:
+    settings: Any = {"initializer": begin_process, "max_tasks_per_child": 1}
+    with ProcessPoolExecutor(options.jobs, context, **settings) as pool:
         found = list(pool.map(partial(look, device=options.device), names))
     for name, line in zip(names, found, strict=True):
         print(f"{name}: {line}")

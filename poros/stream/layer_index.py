@@ -69,10 +69,14 @@ class LayerIndex:
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self.attributes = Attributes(layer)
         self.places = places(layer, frozen)
+        self._owners = [each.owner for each in self.places]
+        self._keys = [each.key for each in self.places]
         self.of_adapters = [number for number, each in enumerate(self.places) if each.users]
         self.of_base = [number for number, each in enumerate(self.places) if not each.users]
         self._adapters: Adapters | None = None
         self._looked_up: tuple[Any, ...] = ()
+        self._forwards: list[Any] = []
+        self._has_own_code = True
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
@@ -107,10 +111,14 @@ class LayerIndex:
 
     def has_own_code(self) -> bool:
         """Whether forwards that are set on modules in the layer are ours, or a known library's."""
-        forwards = filter(None, map(dict.get, self._dicts, repeat("forward")))
-        return all(
-            isinstance(each, PatchedForward) or is_forward_of_liger(each) for each in forwards
-        )
+        forwards = list(map(dict.get, self._dicts, repeat("forward")))
+        if forwards != self._forwards:
+            self._forwards = forwards
+            self._has_own_code = all(
+                each is None or isinstance(each, PatchedForward) or is_forward_of_liger(each)
+                for each in forwards
+            )
+        return self._has_own_code
 
     def is_in_mode(self, mode: bool) -> bool:
         """Whether the layer and all in it have this mode, and no module sets it in its own way."""
@@ -124,8 +132,9 @@ class LayerIndex:
 
     def marks(self, numbers: Sequence[int] | None = None) -> Marks:
         """What lies in ``places`` now: in those of these ``numbers``, or in all."""
-        places = self.places if numbers is None else [self.places[each] for each in numbers]
-        return Marks([owner.get(key) for _, owner, key, _ in places])
+        if numbers is None:
+            return Marks(list(map(dict.get, self._owners, self._keys)))
+        return Marks([self._owners[each].get(self._keys[each]) for each in numbers])
 
     def adapters(self, marks: Marks | None = None) -> Adapters:
         """The trainable parameters now, as ``marks`` of all places have them.

@@ -7,6 +7,7 @@ sees. Libraries that are known do not in their layers; so only models of these g
 
 from collections.abc import Sequence
 from itertools import repeat
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -66,7 +67,10 @@ def _find(layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | No
         code |= {kind: kind.__qualname__, kind.forward: f"{kind.__qualname__}.forward"}
         own, config = vars(owner).get("forward"), vars(owner).get("config")
         if own is not None:
-            code[getattr(own, "__func__", type(own))] = f"{kind.__qualname__}.forward"
+            own = getattr(own, "__func__", own)
+            code[own if isinstance(own, FunctionType) else type(own)] = (
+                f"{kind.__qualname__}.forward"
+            )
         name = getattr(config, "_attn_implementation", None)
         if isinstance(name, str) and name in ALL_ATTENTION_FUNCTIONS:
             code[ALL_ATTENTION_FUNCTIONS[name]] = f"attention {name!r}"

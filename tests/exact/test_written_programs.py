@@ -348,6 +348,7 @@ def together() -> Iterator[tuple[str, Row]]:
         "hooks on parameters": Hook("parameter", "scale", layer=-1),
         "hooks behind the accumulation": Hook("post_accumulate", "scale", layer=-1),
         "tied adapters": Tie("across"),
+        "a function for a forward": UseTwice(),
     }.items():
         yield f"together: {name}", row(action, subject=DROPOUT, **three)
 

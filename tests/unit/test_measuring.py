@@ -306,6 +306,23 @@ def test_a_step_in_which_visits_are_recorded_is_not_measured(prepared: Prepare) 
     assert rooms[1] == rooms[2] and rooms[3] == ResidencyPlan(6, 4)
 
 
+def test_a_batch_that_room_was_left_for_is_measured_as_it_comes(prepared: Prepare) -> None:
+    """It may take more than its estimate."""
+    wanted = budget(6, 2, 16)
+    loop = prepared(wanted)
+    loop.run(*[16] * 4, *[20] * 4)
+    loop.run(28, 28, 28, times=1.6)
+    assert loop.memory.peaks[-1] <= wanted < max(loop.memory.peaks)
+
+
+def test_what_a_short_step_takes_beyond_its_estimate_does_not_decide_for_long_ones(
+    prepared: Prepare,
+) -> None:
+    loop = prepared(budget(6, 2, 64))
+    loop.run(*[2] * 4)
+    assert loop.run(*[64] * 4)[-1] == ResidencyPlan(6, 2)
+
+
 def test_lengths_that_creep_up_do_not_resize_at_each_step(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

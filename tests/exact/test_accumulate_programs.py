@@ -189,6 +189,15 @@ def gradients_of_logits(model: Model, batch: Batch) -> torch.Tensor:
     return output.loss * (1 + size([taken]))  # type: ignore[no-any-return]
 
 
+def gradients_of_inputs(model: Model, batch: Batch) -> torch.Tensor:
+    """Of what goes into the layers, which is no leaf."""
+    leaf = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    given = leaf * 1.0
+    found = model(inputs_embeds=given, labels=batch["labels"], use_cache=False).loss
+    (taken,) = torch.autograd.grad(found, [given], retain_graph=True, allow_unused=True)
+    return found * (1 + size([taken]))  # type: ignore[no-any-return]
+
+
 def hooked_at_a_node(model: Model, batch: Batch) -> torch.Tensor:
     """A hook on the node of an adapter, for the time of this backward."""
     parameter = trained(model)[0]
@@ -501,6 +510,7 @@ LATER = {
         (UNSUPPORTED, "gradients of single parameters"),
     ),
     "gradients of logits": later(gradients_of_logits),
+    "gradients of inputs": later(gradients_of_inputs, (UNSUPPORTED, "not behind its layers")),
     "no gradient for the layers": later(no_gradient),
     "a backward of another model": later(another_backward),
     "two backwards": later(backward_twice, (UNSUPPORTED, "one backward for each")),

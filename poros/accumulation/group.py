@@ -57,6 +57,8 @@ class Group(InPlace):
         reason: Why fewer than all go together, if it is to be said.
     """
 
+    are_rows = True
+
     def __init__(
         self,
         runtime: Runtime,
@@ -230,7 +232,6 @@ class Group(InPlace):
         if not self._conditions:
             self._regions = regions
             self._conditions = [each.condition() for each in self._layers]
-            self._runtime.share_dense()
         elif not self._still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
         if any(each.has_hooks for each in self._conditions):
@@ -257,6 +258,8 @@ class Group(InPlace):
                 make_room()
             else:
                 self._make_less_room(make_room, error)
+        if len(self._batches) == 1:
+            self._runtime.share_dense()
         return True
 
     def _make_less_room(self, make_room: Callable[[], None], error: VRAMBudgetError) -> None:

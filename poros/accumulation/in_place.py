@@ -20,7 +20,13 @@ UNKNOWN = "a backward that goes past torch.autograd"
 
 
 class InPlace(ABC):
-    """Is called in place of layers, and before the head."""
+    """Is called in place of layers, and before the head.
+
+    Attributes:
+        are_rows: Whether calls of a layer come in rows, one for each micro-batch.
+    """
+
+    are_rows = False
 
     def __init__(self, runtime: Runtime, modules: Modules) -> None:
         self._runtime = runtime

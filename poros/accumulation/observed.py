@@ -52,7 +52,7 @@ class Observer(InPlace):
         self.drawn: Drawn | None = None
         self.key: Any = None
         self._tables = list(map(vars, self._inside))
-        self._left = list(map(contents_of, self._tables))
+        self._left = [contents_of(each, without=OF_MODULES) for each in self._tables]
         """What is in the modules of the layers."""
         self._settings = Settings.capture()
         self._names = Names(code)
@@ -252,9 +252,9 @@ class Observer(InPlace):
             self.refuse("the loss changes which parameters are trained", may_pass=True)
         if not self._outside.still_holds():
             self.refuse("the model's code changes the model", may_pass=True)
-        for _, left in bound(self._left, list(map(contents_of, self._tables))):
-            if left not in OF_MODULES:
-                self.refuse(f"layers leave {left} in their modules", may_pass=True)
+        left = [contents_of(each, without=OF_MODULES) for each in self._tables]
+        for _, name in bound(self._left, left):
+            self.refuse(f"layers leave {name} in their modules", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
         for layer, condition in zip(self._layers, self._conditions, strict=True):

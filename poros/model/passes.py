@@ -69,7 +69,8 @@ class Passes(ABC):
         if self.captures is not None:
             self.context.visits.end_all()
             layers, is_on = list(self.streamed_layers()), self.sizer.replays
-            if self.captures.begin_pass(layers, is_on, self.num_grouped):
+            are_rows = stand_in is not None and stand_in.are_rows
+            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows):
                 self.sizer.recorded()
         if stand_in is not None:
             stand_in.enter(holder, (*args, *kwargs.values()))

@@ -278,6 +278,15 @@ class CallFacts:
         self.rng, self.tally = call.rng, call.layer.context.tally
         self.uses, self.gives_casts = Uses((), (), 0), False
 
+    @property
+    def condition(self) -> Condition:
+        """What decides what the layer computes in such calls."""
+        return self._call.condition
+
+    @condition.setter
+    def condition(self, condition: Condition) -> None:
+        self._call.condition = condition
+
     def learn(self, uses: Uses) -> None:
         """A backward has shown the ``uses``."""
         self.uses = uses

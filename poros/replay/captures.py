@@ -165,7 +165,8 @@ class Captures:
         number = form.num_visits + 1
         # Seldom, if no backward shows anything: looking at each call would cost each of them.
         is_due = number <= _LOOKED_AT or not number & (number - 1)
-        if form.refusal is not None or form.shown is not None or not is_due:
+        is_known = form.refusal is not None or form.shown is not None
+        if is_known or form.observed() is not None or not is_due:
             self._note_visit(form)
             return run()
         returned, left = _seen(call, run)
@@ -187,7 +188,8 @@ class Captures:
         # A cast that was there before has its gradient when others want it.
         if not any(use.source.is_cast and use.end._sequence_nr() < first for use in uses):
             learn = partial(form.learn, facts)
-            Observation(uses, len(call.tensors), results, self._device, learn)
+            seen = Observation(uses, len(call.tensors), results, self._device, learn)
+            form.observed = weakref.ref(seen)
         return returned
 
     def _replayed(
@@ -343,7 +345,11 @@ class Captures:
     # ----------------------------------------------------------------- recording
 
     def begin_pass(
-        self, layers: Sequence[LayerBody], is_on: bool = True, num_grouped: int = 1
+        self,
+        layers: Sequence[LayerBody],
+        is_on: bool = True,
+        num_grouped: int = 1,
+        are_rows: bool = False,
     ) -> bool:
         """Record what has come often enough, not within a visit; whether anything was recorded.
 
@@ -351,6 +357,8 @@ class Captures:
             layers: Of the model.
             is_on: Whether there is room for recordings.
             num_grouped: Micro-batches that go through the layers together.
+            are_rows: Whether calls of the pass share a layer's dense weights, if there is memory
+                for them.
         """
         self._memory.begin_pass()
         if not is_on and self.is_on:
@@ -362,6 +370,8 @@ class Captures:
             return False
         if self._has_moved:
             self._take_up(layers)
+        if are_rows:
+            self._expect_rows(layers)
         if is_within:
             return False
         begun, num_before, has_given_back = time.perf_counter(), self.num_recorded, False
@@ -485,6 +495,7 @@ class Captures:
         moved, self._forms, self._has_moved = self._forms, {}, False
         for layer in layers:
             now, known = layer.condition(), self._forms.setdefault(layer.index, {})
+            address = _shared_address(layer)
             kinds: list[Kind] = ["kept"] if layer.weights.is_pinned else []
             for form in sorted(
                 moved.get(layer.index, {}).values(), key=lambda each: -each.last_visit
@@ -492,12 +503,27 @@ class Captures:
                 before = form.condition
                 is_same = now.is_like(before)
                 is_known = form.shown is not None and form.refusal is None
-                if is_known and is_same and form.dense_address == layer.dense_address:
+                if is_known and is_same:
                     if form.kind != "inference":
                         form.kind = kinds.pop() if kinds else "recomputed"
-                    form.condition = now
-                    form.conditions = (form.kind, *form.conditions[1:])
+                    form.found_as(now)
+                    form.move_to(address if form.dense_address is not None else None)
                     known.setdefault(form.conditions, form)
+
+    def _expect_rows(self, layers: Sequence[LayerBody]) -> None:
+        """Take what a call by itself has shown of a form to hold where dense weights are shared.
+
+        They have the same bits, and operators read them in the same places of the graph.
+        """
+        for layer in layers:
+            address, known = _shared_address(layer), self._forms.get(layer.index, {})
+            for form in [] if address is None else list(known.values()):
+                is_seen = form.shown is not None and form.forward is None
+                is_alone = form.kind != "inference" and form.dense_address is None
+                if is_seen and is_alone and form.conditions_at(address) not in known:
+                    del known[form.conditions]
+                    form.move_to(address)
+                    known[form.conditions] = form
 
 
 class _Backward(NamedTuple):
@@ -546,6 +572,12 @@ class _Backward(NamedTuple):
         return different_ones(found, wanted, "gradient")
 
 
+def _shared_address(layer: LayerBody) -> int | None:
+    """Where calls of ``layer`` that share its dense weights have them; None without memory."""
+    dense = layer.context.dense
+    return None if dense is None else dense.address
+
+
 def _is_watched(layer: LayerBody, kind: Kind) -> bool:
     """Whether the self-check looks at the call that comes, so that it is not replayed."""
     check = layer.context.check
@@ -555,9 +587,13 @@ def _is_watched(layer: LayerBody, kind: Kind) -> bool:
 def _seen(call: LayerCall, run: Callable[[], Any]) -> tuple[Any, set[str]]:
     """What ``run`` gives, and names of what the layer has left behind: a replay leaves nothing."""
     spaces = list(map(vars, call.condition.contents.modules()))
-    before, were_empty = list(map(contents_of, spaces)), all(map(is_empty_mapping, call.mappings))
+
+    def contents() -> list[dict[str, Any]]:
+        return [contents_of(each, without=OF_MODULES) for each in spaces]
+
+    before, were_empty = contents(), all(map(is_empty_mapping, call.mappings))
     returned = run()
-    left = {name for _, name in bound(before, list(map(contents_of, spaces)))} - OF_MODULES
+    left = {name for _, name in bound(before, contents())}
     if were_empty and not all(map(is_empty_mapping, call.mappings)):
         left.add("what it was given to share")
     call.mappings = ()

@@ -103,6 +103,8 @@ class Form:
     """Why nothing of it is recorded."""
     shown: CallFacts | None = None
     """What calls that ran have shown, for those that replay; the same from then on."""
+    observed: Callable[[], object | None] = lambda: None
+    """A call that ran, whose backward is to come and will show that."""
     around: Around | None = None
     """What its first backward ran under, and its recorded one does. Others run."""
     forward: Replayed | None = None
@@ -149,6 +151,19 @@ class Form:
         if self.shown is None and self.refusal is None:
             facts.learn(uses)
             self.shown, self.around = facts, around
+
+    def found_as(self, condition: Condition) -> None:
+        """Its layer is as it was, but for where it lies."""
+        # What a call has shown holds the layer's tensors too, and so the memory they were in.
+        self.condition = self.facts.condition = condition
+
+    def move_to(self, dense_address: int | None) -> None:
+        """Its calls, of which nothing is recorded, have the layer's dense weights there."""
+        self.conditions, self.dense_address = self.conditions_at(dense_address), dense_address
+
+    def conditions_at(self, dense_address: int | None) -> tuple[Hashable, ...]:
+        """Those of such calls."""
+        return self.kind, dense_address, *self.conditions[2:]
 
     def release(self, call: LayerCall) -> None:
         """The graph of a call that was kept is not needed any more."""

@@ -1,7 +1,7 @@
 """What is bound in the namespaces of modules, containers included: copied, compared, put back."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from operator import is_
@@ -19,9 +19,11 @@ OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
-def contents_of(table: Mapping[str, Any]) -> dict[str, Any]:
+def contents_of(
+    table: Mapping[str, Any], without: Collection[str] = frozenset()
+) -> dict[str, Any]:
     """A copy of a namespace: containers are copies as well, tensors come with their versions."""
-    return {name: _held(each) for name, each in table.items()}
+    return {name: _held(each) for name, each in table.items() if name not in without}
 
 
 def _held(value: Any) -> Any:
@@ -36,7 +38,10 @@ class InOrder(tuple[Any, ...]):
 
 def content_of(container: Any) -> Any:
     """A copy of a container."""
-    return InOrder(container) if isinstance(container, set) else copy(container)
+    if isinstance(container, set):
+        return InOrder(container)
+    # Far quicker of ordered dictionaries, of which each module has a dozen.
+    return container.copy() if type(container) in CONTAINERS else copy(container)
 
 
 @contextmanager
@@ -91,6 +96,8 @@ def is_like(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, (tuple, *CONTAINERS)):
+        if not one and not other:
+            return True
         mine, others = _elements(one), _elements(other)
         return len(mine) == len(others) and (
             all(map(is_, mine, others)) or all(map(is_like, mine, others))

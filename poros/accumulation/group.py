@@ -481,3 +481,5 @@ class Group(InPlace):
         for batch in (*self._batches[self.num_done :], *filter(None, [self.behind])):
             batch.code.stop()
         self._batches, self.behind, self._head = [], None, None
+        # They hold the group, and it holds slots that a change of room is to free.
+        self._last = self._seen_back = None

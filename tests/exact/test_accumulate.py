@@ -4,6 +4,7 @@ And those that share the dense weights of a layer: the bits of those that do not
 """
 
 import copy
+import gc
 import itertools
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import poros
 import poros.head.loss as sliced_loss
@@ -25,6 +27,7 @@ from poros.errors import RematerializationError, UnsupportedModelError
 from poros.gates import tiny
 from poros.kernels import dense_memory, dequantize
 from poros.kernels.dense_memory import DenseLayer
+from poros.model.sizing import ResidencyPlan
 from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
 from poros.stream.rng import RngStash
@@ -391,6 +394,48 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int) -> None:
         if form.backward is not None and form.backward.is_proved
     }
     assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_one_micro_batch_shows_holds_for_those_together_and_in_another_room(
+    shares: bool,
+) -> None:
+    """Each layer runs for the first one, and beside what is compared with it, in each room."""
+    model = training()
+    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu", share_dense=shares)
+    prepare_with(model, policy, recorder=TapeRecorder())
+    eager = []
+
+    def move(model: Model, number: int) -> None:
+        eager.append(poros.runtime(model).stats()["num_eager_visits"])
+        if number in (1, 3):
+            poros.runtime(model).resize(ResidencyPlan(3 if number == 1 else 2, 0))
+
+    run: Any = {"sizes": (3,) * 6, "lengths": (12,)}
+    expected = train_threes(training(), together=False, **run)
+    assert same(train_threes(model, **run, between=move), expected)
+    # One visit that shows it; in each room a forward and a backward beside those compared.
+    assert [each // NUM_LAYERS for each in eager] == [0, 3, 5, 5, 7, 7]
+
+
+def test_a_group_leaves_nothing_to_the_collector_of_python() -> None:
+    """So a change of room frees the slots that were there."""
+    model = training()
+    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu", share_dense=True)
+    prepare_with(model, policy, recorder=TapeRecorder())
+    runtime = poros.runtime(model)
+    gc.disable()
+    try:
+        train_threes(model, sizes=(3, 3))
+        slots = [runtime.ring.slot(block).buffer.untyped_storage() for block in range(2)]
+        before = list(map(StorageWeakRef, slots))
+        del slots
+        assert not any(each.expired() for each in before)
+        runtime.resize(ResidencyPlan(3, 0))
+        train_threes(model, sizes=(3, 3))
+        assert all(each.expired() for each in before)
+    finally:
+        gc.enable()
 
 
 def test_a_recording_reads_dense_weights_where_its_calls_share_them() -> None:

@@ -178,11 +178,13 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
     def estimate(
         shape: Shape, budget: int | None, wanted: Wanted, is_checking: bool, replays: bool
     ) -> "MemoryPlan":
+        from poros.planning.cards import card_of
         from poros.planning.planner import Planner
         from poros.planning.request import PlanRequest
 
         living = reference()
         is_gpu = device.type == "cuda"
+        card = card_of(torch.cuda.get_device_name(device)) if is_gpu else None
         if not planner and living is not None:
             # There what steps take is measured, too.
             planner.append(Planner(living, counts_all=is_gpu))
@@ -200,6 +202,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             self_check=is_checking,
             without_recordings=not replays,
             library_num_bytes=library_workspace(device),
+            speeds=None if card is None else card.speeds(shape.batch_size * shape.seq_len),
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )

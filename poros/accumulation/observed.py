@@ -253,8 +253,8 @@ class Observer(InPlace):
         if not self._outside.still_holds():
             self.refuse("the model's code changes the model", may_pass=True)
         left = [contents_of(each, without=OF_MODULES) for each in self._tables]
-        for _, name in bound(self._left, left):
-            self.refuse(f"layers leave {name} in their modules", may_pass=True)
+        for _, what in bound(self._left, left):
+            self.refuse(f"layers leave {what} in their modules", may_pass=True)
         if self._settings != Settings.capture():
             self.refuse("the loss changes settings of PyTorch", may_pass=True)
         for layer, condition in zip(self._layers, self._conditions, strict=True):

@@ -172,6 +172,8 @@ class MeasuredSizer(Sizer):
         self._num_given_back = 0
         self._watch: StepWatch | None = None
         self._may_be_alone = False
+        self._num_together = 1
+        """Micro-batches that would go together if they were not quicker alone."""
         self._rounds = 0
         """Of measuring and spending."""
 
@@ -318,7 +320,7 @@ class MeasuredSizer(Sizer):
             plans = [self.estimated(each, self.wanted, False, self._left(each)) for each in shapes]
         except VRAMBudgetError:
             return None
-        if not all(keeps_most(plan, LEAST_KEPT) for plan in plans):
+        if not all(keeps_most(plan, LEAST_KEPT, self._num_together) for plan in plans):
             self.is_quicker_alone = False
         self.replays = all(plan.replays for plan in plans)
         self.shares_dense = all(plan.shares_dense for plan in plans)
@@ -398,7 +400,8 @@ class MeasuredSizer(Sizer):
             plan = self._estimate(alone, self.budget, self.wanted, False, True)
         except PorosError:
             return False
-        return keeps_most(plan, SURELY_KEPT)
+        self._num_together = shape.micro_batches
+        return keeps_most(plan, SURELY_KEPT, self._num_together)
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

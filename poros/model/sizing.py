@@ -12,9 +12,10 @@ took beyond its own. The next step is measured again.
 
 On a CPU, whose allocator has no statistics, a given budget is spent by the estimate alone.
 
-Once all blocks have a slot, micro-batches have no load to share. A layer that keeps its graph saves
-each separate micro-batch a recomputation, but only one of those that go together. So where most
-layers can keep their graph, micro-batches run one after the other: see ``keeps_most``.
+Once all blocks have a slot, micro-batches have no load to share, but still the work of making a
+layer's 4-bit weights dense. Layers that keep their graph save each separate micro-batch a
+recomputation. So micro-batches run one after the other where most layers can keep their graph and
+each has so many tokens that this takes less time: see ``keeps_most``.
 
 In both cases room for a batch larger than any before is made before it trains, and a batch that
 cannot fit is refused. No decision changes a bit of the result.
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
 
 LEAST_KEPT = 0.5
-"""Share of the layers that keep their graph from which on micro-batches are quicker alone. With the
-kernels of 7B at 512 tokens, measured on an H200 (8 together share dense weights as well), the two
-are equal at 0.55 there, and at 0.4 with the rates of an RTX 3090."""
+"""Share of the layers that keep their graph from which on micro-batches may be quicker alone."""
 SURELY_KEPT = 0.75
 """The same share for an estimate that nothing has measured yet."""
 
@@ -94,13 +93,17 @@ self-check's share or without, with room for recorded visits or without. Raises 
 if it does not fit."""
 
 
-def keeps_most(plan: "MemoryPlan", share: float) -> bool:
-    """Whether at least this share of the layers keep their graph, and no block is loaded.
+def keeps_most(plan: "MemoryPlan", share: float, num_together: int) -> bool:
+    """Whether micro-batches take less time in this plan of a single one than so many together.
 
-    Micro-batches take less time one after the other then than together.
+    No block is loaded, and at least this share of the layers keep their graph: the tokens that need
+    no recomputation are worth more than making weights dense once for all micro-batches. With
+    ``LEAST_KEPT`` both are equal by the rates of the plan, ``SURELY_KEPT`` leaves a margin.
     """
-    num_layers = plan.num_blocks * plan.block_size
-    return plan.num_slots >= plan.num_blocks and plan.keep_last >= share * num_layers
+    kept = plan.keep_last / (plan.num_blocks * plan.block_size)
+    num_tokens = plan.options["batch_size"] * plan.options["seq_len"]
+    worth = share / LEAST_KEPT * plan.dense_tokens * (1 - 1 / num_together)
+    return plan.num_slots >= plan.num_blocks and kept >= share and kept * num_tokens >= worth
 
 
 class Sizer:

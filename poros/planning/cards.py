@@ -79,7 +79,14 @@ class Card:
         memory = (TOKEN_NUM_BYTES + WEIGHT_NUM_BYTES / (2 * num_tokens)) / (
             self.memory_gb_per_s / 1e3
         )
-        return Speeds(self.copy_gb_per_s, 1 / (product + memory))
+        return Speeds(self.copy_gb_per_s, 1 / (product + memory), self.dense_tokens)
+
+    @property
+    def dense_tokens(self) -> float:
+        """Tokens whose product with a weight takes as long as making its 4 bits dense twice."""
+        memory = self.memory_gb_per_s / 1e3
+        token = 1 / (PRODUCT_SHARE * self.tflop_per_s) + TOKEN_NUM_BYTES / memory
+        return WEIGHT_NUM_BYTES / memory / token
 
 
 CARDS: Mapping[str, Card] = MappingProxyType(

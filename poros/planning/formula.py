@@ -165,6 +165,9 @@ class MemoryPlan:
     """Micro-batches that go through the blocks together."""
     shares_dense: bool = False
     """Whether these share the dense weights of a layer."""
+    dense_tokens: float = 0.0
+    """Tokens of a micro-batch whose recomputation takes as long as what such sharing spares, once
+    per pass; 0 if there is nothing to share."""
 
     @property
     def total_num_bytes(self) -> int:
@@ -177,7 +180,7 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
-        nested = ("terms", "speeds", "options")
+        nested = ("terms", "speeds", "options", "dense_tokens")
         return {
             "total_num_bytes": self.total_num_bytes,
             "terms": dict(self.terms),
@@ -281,7 +284,8 @@ def _fitting(
         offload = True
     if request.policy.slots is None:
         slots = _most(least, num_blocks, lambda number: fits(number, kept))
-    if request.policy.keep_last is None and slots == num_blocks:
+    # Of those together, all but one would be recomputed, and could not be replayed in one go.
+    if request.policy.keep_last is None and slots == num_blocks and choice.micro_batches == 1:
         kept = _most(0, len(shapes.layers), lambda number: fits(slots, number))
     return formula.plan(slots, kept, offload) if fits(slots, kept) else None
 
@@ -299,6 +303,8 @@ class _Formula:
         # Where visits might be recorded, but are not.
         has_workspace = request.policy.cuda_graphs is None and not choice.replays
         self.dense_weight = shapes.dense_weight if has_workspace else 0
+        shares = any(_sharing(shapes, request, 2))
+        self.dense_tokens = (request.speeds or Speeds).dense_tokens if shares else 0.0
         self.num_layers, size = len(shapes.layers), request.policy.block_size
         starts = range(0, self.num_layers, size)
         self.blocks = [BlockLayout.join(shapes.layers[first : first + size]) for first in starts]
@@ -370,6 +376,7 @@ class _Formula:
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
             speeds=request.speeds,
             options={"batch_size": request.batch_size, "seq_len": request.seq_len},
+            dense_tokens=self.dense_tokens,
             **self.choice._asdict(),
         )
 

@@ -212,7 +212,7 @@ class Planner:
         if found.micro_batches == 1 or found.vram_budget is None or not is_chosen:
             return found
         alone = self._cost_model().plan(request.override(micro_batches=1))
-        return alone if keeps_most(alone, SURELY_KEPT) else found
+        return alone if keeps_most(alone, SURELY_KEPT, found.micro_batches) else found
 
     def _cost_model(self) -> CostModel:
         model = self._given()

@@ -10,6 +10,7 @@ from benchmarks.models import config_of
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.planning import cost_model
+from poros.planning.cards import CARDS
 from poros.planning.meta_model import Recipe
 from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
@@ -201,7 +202,7 @@ def test_advice_at_real_shapes_is_short_and_no_row_too_short_to_train_on() -> No
 
 def test_micro_batches_are_planned_alone_where_most_layers_keep_their_graph() -> None:
     planner = Planner(config_of("qwen2.5-0.5b"))
-    asked: dict[str, Any] = {"seq_len": 512, "micro_batches": 8, "accumulation": 8}
+    asked: dict[str, Any] = {"seq_len": 1024, "micro_batches": 8, "accumulation": 8}
     ample = PlanRequest.of(**asked, vram_budget="24GiB")
     alone = planner.plan(ample)
     assert (alone.micro_batches, alone.num_slots) == (1, alone.num_blocks) and alone.keep_last
@@ -211,3 +212,8 @@ def test_micro_batches_are_planned_alone_where_most_layers_keep_their_graph() ->
     assert small.micro_batches == 8 and not small.keep_last
     fixed = planner.plan(PlanRequest.of(**asked, vram_budget="24GiB", num_slots=alone.num_blocks))
     assert fixed.micro_batches == 8, "whoever gives the slots has them"
+    for card, number in (("rtx3090", 1), ("h100", 8)):
+        speeds = CARDS[card].speeds(512)
+        short = planner.plan(ample.override(seq_len=512, speeds=speeds))
+        assert short.micro_batches == number, "short ones share what makes weights dense"
+        assert bool(short.keep_last) == (number == 1)

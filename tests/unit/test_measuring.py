@@ -115,8 +115,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
 class Estimated:
     """A plan, as far as sizing asks for it."""
 
-    def __init__(self, num_slots: int, keep_last: int, offload: bool, total: int) -> None:
+    dense_tokens = 0.0
+
+    def __init__(
+        self, num_slots: int, keep_last: int, offload: bool, total: int, shape: Shape
+    ) -> None:
         self.num_slots, self.keep_last = num_slots, keep_last
+        self.options = {"batch_size": shape.batch_size, "seq_len": shape.seq_len}
         self.offload_boundaries, self.total_num_bytes = offload, total
         self.num_blocks, self.block_size = NUM_LAYERS, 1
         self.check_kernels = "peft"
@@ -132,7 +137,7 @@ def estimate(shape: Shape, budget: int | None, wanted: Wanted, *_: bool) -> Esti
 
     def plan(slots: int, kept: int) -> Estimated:
         total = step(slots, kept, shape.num_tokens) - BEYOND
-        return Estimated(slots, kept, bool(wanted.offload_inputs), total)
+        return Estimated(slots, kept, bool(wanted.offload_inputs), total, shape)
 
     slots = [wanted.num_slots] if wanted.num_slots else range(2, NUM_LAYERS + 1)
     rooms = [plan(number, wanted.keep_last or 0) for number in slots]
@@ -193,7 +198,7 @@ def test_a_room_for_several_shapes_is_planned_as_it_is() -> None:
         slots, kept = {Shape(1, 10): (4, 0), Shape(2, 5): (3, 1)}[shape]
         slots = slots if wanted.num_slots is None else wanted.num_slots
         kept = kept if wanted.keep_last is None else wanted.keep_last
-        return Estimated(slots, kept, False, shape.batch_size + shape.seq_len)
+        return Estimated(slots, kept, False, shape.batch_size + shape.seq_len, shape)
 
     sizer = Sizer(StreamingPolicy(vram_budget="1GiB"), estimate)
     assert sizer.plan is None
@@ -484,6 +489,11 @@ def test_micro_batches_go_alone_where_most_layers_can_keep_their_graph(
     assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"
 
 
-def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:
-    loop = prepared(budget(6, 0, 40))
+@pytest.mark.parametrize(("kept", "dense_tokens"), [(0, 0.0), (6, 40.0)])
+def test_control_micro_batches_stay_together(
+    kept: int, dense_tokens: float, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where few layers can keep their graph, and where that is worth less than sharing weights."""
+    monkeypatch.setattr(Estimated, "dense_tokens", dense_tokens)
+    loop = prepared(budget(6, kept, 48 if kept else 40))
     assert all(accumulated(loop, 16, 6))

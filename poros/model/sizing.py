@@ -96,14 +96,13 @@ if it does not fit."""
 def keeps_most(plan: "MemoryPlan", share: float, num_together: int) -> bool:
     """Whether micro-batches take less time in this plan of a single one than so many together.
 
-    No block is loaded, and at least this share of the layers keep their graph: the tokens that need
-    no recomputation are worth more than making weights dense once for all micro-batches. With
-    ``LEAST_KEPT`` both are equal by the rates of the plan, ``SURELY_KEPT`` leaves a margin.
+    No block is loaded, at least this share of the layers keep their graph, and recomputing them
+    would take longer than making weights dense for each micro-batch instead of once for all.
     """
     kept = plan.keep_last / (plan.num_blocks * plan.block_size)
     num_tokens = plan.options["batch_size"] * plan.options["seq_len"]
-    worth = share / LEAST_KEPT * plan.dense_tokens * (1 - 1 / num_together)
-    return plan.num_slots >= plan.num_blocks and kept >= share and kept * num_tokens >= worth
+    shared = plan.dense_tokens * (1 - 1 / num_together)
+    return plan.num_slots >= plan.num_blocks and kept >= share and kept * num_tokens >= shared
 
 
 class Sizer:

@@ -39,7 +39,7 @@ class PlanRequest:
             inputs are in memory at the same time.
         micro_batches: How many of these are to go through the blocks together. The plan takes as
             many as fit: all of them, half of them, and so on. With a budget that lets most layers
-            keep their graph it takes them one after the other, which is faster then.
+            keep their graph it takes long ones one after the other, which is faster then.
         policy: How the base moves. ``vram_budget=None`` plans two slots and reports what that
             needs; other fields that are None are chosen for the budget. With ``loss="reference"``
             the head counts as if it were resident; what an order of ``lora_paths`` needs for

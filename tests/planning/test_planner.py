@@ -202,7 +202,7 @@ def test_advice_at_real_shapes_is_short_and_no_row_too_short_to_train_on() -> No
 
 def test_micro_batches_are_planned_alone_where_most_layers_keep_their_graph() -> None:
     planner = Planner(config_of("qwen2.5-0.5b"))
-    asked: dict[str, Any] = {"seq_len": 1024, "micro_batches": 8, "accumulation": 8}
+    asked: dict[str, Any] = {"seq_len": 512, "micro_batches": 8, "accumulation": 8}
     ample = PlanRequest.of(**asked, vram_budget="24GiB")
     alone = planner.plan(ample)
     assert (alone.micro_batches, alone.num_slots) == (1, alone.num_blocks) and alone.keep_last

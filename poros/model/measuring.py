@@ -234,6 +234,9 @@ class MeasuredSizer(Sizer):
         if self._watch is not None:
             self._watch.has_stepped()  # steps up to here are not the one that is measured
         self._give_back()
+        # Some of what was held besides may have gone.
+        besides = max(0, self._memory.allocated() - self._held())
+        self._others_num_bytes = min(self._others_num_bytes, besides)
 
     def _give_back(self) -> None:
         self._memory.give_back()

@@ -39,12 +39,12 @@ class SimulatedMemory(DeviceMemory):
         self.peaks: list[int] = []
         """Of each micro-batch, without what is not the model's."""
         self.given_back = 0
-        self._reserved = OTHERS
+        self.others = self._reserved = OTHERS
 
     def allocated(self) -> int:
         if self.runtime is None:
-            return OTHERS
-        return OTHERS + STANDING + self.runtime.ring.num_bytes
+            return self.others
+        return self.others + STANDING + self.runtime.ring.num_bytes
 
     def reserved(self) -> int:
         return self._reserved
@@ -79,7 +79,7 @@ class SimulatedMemory(DeviceMemory):
         passing = PER_TOKEN * num_tokens * times + graphs
         held = STANDING + self.runtime.ring.num_bytes + BEYOND
         self.peaks.append(held + int(passing))
-        self._reserved = max(self._reserved, OTHERS + self.peaks[-1])
+        self._reserved = max(self._reserved, self.others + self.peaks[-1])
 
 
 Prepare = Callable[..., "Loop"]
@@ -229,6 +229,13 @@ def test_what_a_step_leaves_is_spent_but_for_a_fiftieth_of_the_budget(
     ]
     assert loop.memory.peaks[-1] == step(slots, kept, 16)
     assert loop.runtime.stats()["num_resizes"] == (slots > 2)
+
+
+def test_what_others_give_back_is_not_taken_for_room(prepared: Prepare) -> None:
+    loop = prepared(budget(4, 0, 16))
+    loop.run(16)
+    loop.memory.others -= 4000 * KB
+    assert loop.run(16, 16, 16)[-1] == ResidencyPlan(4, 0)
 
 
 # Slots for which a budget is too small by a byte, for steps of 16 tokens; None: all free memory.

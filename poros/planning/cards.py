@@ -13,11 +13,14 @@ training step comes to the peaks. Per product of a linear layer with T tokens, e
 
     2 T / (PRODUCT_SHARE x peak)      the product itself
     2 T TOKEN_NUM_BYTES / bandwidth   what adapters, norms and activations read and write around it
-    WEIGHT_NUM_BYTES / bandwidth      making its 4 bits dense: 4.5 bytes, at half of the bandwidth
+    WEIGHT_NUM_BYTES / bandwidth      making its 4 bits dense: half a byte read, two written and two
+                                      read by the product
 
-The three constants fit the steps that were measured on an H200 and an H100 (benchmarks/results) to
-about a third; ``tests/planning/test_cards.py`` holds them to it. On other cards nothing has been
-measured, so times on them are a forecast; a few steps on the machine are better.
+The shares fit the kernels of steps in bf16 autocast with Liger's kernels that were measured on an
+H200 and an H100 (benchmarks/results) to 15 %, but for one of 13 to 30 %;
+``tests/planning/test_cards.py`` holds them to it. Where the host is slower than the kernels (short
+micro-batches on such cards) steps take longer. On other cards nothing has been measured, so times
+on them are a forecast; a few steps on the machine are better.
 
 Imports nothing slow.
 """
@@ -39,8 +42,8 @@ LINK_GB_PER_S: Mapping[tuple[int, int], float] = MappingProxyType(
 A board or a slot with fewer lanes, or an older generation, halves it."""
 
 PRODUCT_SHARE = 0.7
-TOKEN_NUM_BYTES = 0.005
-WEIGHT_NUM_BYTES = 8.0
+TOKEN_NUM_BYTES = 0.002
+WEIGHT_NUM_BYTES = 4.5
 
 LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**25))
 """Workspaces of cuBLAS; ``poros.utils.devices.library_workspace`` has those of the current GPU."""

@@ -454,9 +454,14 @@ class _Formula:
         num_tokens = self.cost.inputs / 16  # tokens and labels, 8 bytes each
         products = 2 * num_tokens * self.shapes.num_linear_parameters / self.num_layers
         head = 2 * num_tokens * self.shapes.num_head_parameters
-        forward = [products + layer.attention_flop for layer in self.cost.layers]
+        # The part of a product's time that goes into a dense weight. Micro-batches that share these
+        # make them once in forward and once in backward, for recomputations and gradients.
+        dense = products * speeds.dense_tokens / (speeds.dense_tokens + 2 * num_tokens)
+        dense *= self.choice.shares_dense
+        once = products - dense * (1 - 1 / self.together)
+        forward = [once + layer.attention_flop for layer in self.cost.layers]
         # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
-        backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
+        backward = [products - dense + 2.5 * layer.attention_flop for layer in self.cost.layers]
         # Of micro-batches that go together one keeps its graph where visits are replayed.
         others = (1 - 1 / self.together) * self.choice.replays
         recomputed = sum(forward[:first_kept]) + others * sum(forward[first_kept:])

@@ -24,7 +24,7 @@ LENGTH_STEP = 256
 MOST_TOKENS = 2**20
 """The longest rows that are tried for a model whose configuration has no number of positions."""
 TOGETHER = (8, 4, 2)
-"""Numbers of micro-batches that are tried, in case PCIe copies limit the step."""
+"""Numbers of micro-batches that are tried, for what they would gain together."""
 WORTH_SAYING = 1.15
 """The least speed-up for which they are advised."""
 _EVERYTHING = 10**6  # a number of slots and kept layers that means all of them
@@ -167,8 +167,9 @@ def _advice(values: Mapping[str, Any], wanted: int, together: MemoryPlan | None)
         yield f"{number} of {wanted} micro-batches share each block; more do not fit."
     if together is not None:
         yield (
-            f"PCIe copies limit the step: --accumulate {together.micro_batches} would "
-            f"reach about {two_digits(_tokens_per_s(together) or 0.0)} tokens/s."
+            f"--accumulate {together.micro_batches} would reach about "
+            f"{two_digits(_tokens_per_s(together) or 0.0)} tokens/s: micro-batches share PCIe "
+            "copies and dequantized weights."
         )
 
 

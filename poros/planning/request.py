@@ -23,9 +23,9 @@ class Speeds:
     """Rate of copies from page-locked host memory to the device, and of copies back meanwhile."""
     tflop_per_s: float
     """Rate of the model's linear layers, dequantization included; taken for all products."""
-    dense_tokens: float = 550.0
+    dense_tokens: float = 400.0
     """Tokens whose product with a weight takes as long as making its 4 bits dense twice. By
-    published rates 320 on an RTX 3060, 340 on an RTX 3090, 580 on an RTX 4090, 810 on an H100."""
+    published rates 200 on an RTX 3060, 220 on an RTX 3090, 420 on an RTX 4090, 660 on an H100."""
 
 
 @dataclass(frozen=True, kw_only=True)

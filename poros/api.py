@@ -202,7 +202,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             self_check=is_checking,
             without_recordings=not replays,
             library_num_bytes=library_workspace(device),
-            speeds=None if card is None else card.speeds(shape.batch_size * shape.seq_len),
+            speeds=None if card is None else card.speeds(max(1, shape.batch_size * shape.seq_len)),
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )

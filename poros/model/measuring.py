@@ -174,6 +174,8 @@ class MeasuredSizer(Sizer):
         self._may_be_alone = False
         self._num_together = 1
         """Micro-batches that would go together if they were not quicker alone."""
+        self._num_asked = 0
+        """Tokens of the largest micro-batches together of which it was asked whether they are."""
         self._rounds = 0
         """Of measuring and spending."""
 
@@ -187,9 +189,12 @@ class MeasuredSizer(Sizer):
             self._start(model, adapters)
         elif self._stage is not Stage.SETTLED and not is_checking and self._watch.has_stepped():
             room = self._end_step(room)
-        if shape.micro_batches > 1 and self._may_be_alone:
-            self._may_be_alone = False
+        self._num_together = max(self._num_together, shape.micro_batches)
+        if shape.micro_batches > 1 and self._may_be_alone and shape.num_tokens > self._num_asked:
+            self._num_asked = shape.num_tokens
             self.is_quicker_alone = self._could_be_alone(shape)
+            if self.is_quicker_alone:  # a room for single ones is to be found
+                self._may_be_alone, self._num_tokens, self._measured = False, 0, []
         if not any(map(shape.is_within, self._shapes)):
             room = self._provide(shape, room, is_checking)
         if self._stage is Stage.SETTLED and not any(map(shape.is_within, self._measured)):
@@ -223,7 +228,7 @@ class MeasuredSizer(Sizer):
         self._conditions, self._watch = adapters, StepWatch(model)
         self._shapes, self._measured, self._num_tokens = [], [], 0
         self._beyond, self._rounds = None, 0
-        self._may_be_alone = self.wanted[:2] == (None, None)
+        self._may_be_alone, self._num_asked = self.wanted[:2] == (None, None), 0
         self.is_quicker_alone = False
         self._stage = Stage.WARMING
 
@@ -326,7 +331,7 @@ class MeasuredSizer(Sizer):
         if not all(keeps_most(plan, LEAST_KEPT, self._num_together) for plan in plans):
             self.is_quicker_alone = False
         self.replays = all(plan.replays for plan in plans)
-        self.shares_dense = all(plan.shares_dense for plan in plans)
+        self.shares_dense = all(plan.shares_dense or plan.micro_batches == 1 for plan in plans)
         return reduce(ResidencyPlan.within, map(room_of, plans))
 
     def _provide(self, shape: Shape, room: ResidencyPlan, is_checking: bool) -> ResidencyPlan:
@@ -403,7 +408,6 @@ class MeasuredSizer(Sizer):
             plan = self._estimate(alone, self.budget, self.wanted, False, True)
         except PorosError:
             return False
-        self._num_together = shape.micro_batches
         return keeps_most(plan, SURELY_KEPT, self._num_together)
 
 

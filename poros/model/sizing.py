@@ -205,7 +205,9 @@ class Sizer:
             raise VRAMBudgetError(
                 f"{error}\nRefused before CUDA could run out of memory."
             ) from None
-        self.replays, self.shares_dense = plan.replays, plan.shares_dense
+        self.replays = plan.replays
+        if plan.micro_batches > 1:  # a single one has nobody to share with
+            self.shares_dense = plan.shares_dense
         if is_checking:
             self.check_kernels = plan.check_kernels
         return plan

@@ -65,7 +65,7 @@ _LEAST_REPLAYS = 4
 _FIRST_USES = 2
 """Visits of a form in which a layer may leave values in its modules, as bitsandbytes does."""
 _LOOKED_AT = 16
-"""Visits of a form that are looked at, each; then those whose number is a power of two."""
+"""Visits of a form that are looked at; then those whose number is a power of two."""
 _MOST_RECORDED = 4
 """Forms of one layer that are recorded at a time; of a layer that keeps its graph, one."""
 _IDLE_VISITS = 16
@@ -113,6 +113,7 @@ class Captures:
         self._is_strict = is_strict
         self._most_tokens = most_tokens
         self._forms: dict[int, dict[Any, Form]] = {}
+        self._num_passes = 0
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held: weakref.WeakSet[Form] = weakref.WeakSet()
@@ -163,12 +164,13 @@ class Captures:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""
         first = torch._C._autograd._get_sequence_nr()
         number = form.num_visits + 1
-        # Seldom, if no backward shows anything: looking at each call would cost each of them.
-        is_due = number <= _LOOKED_AT or not number & (number - 1)
+        # Once a pass; and seldom, if no backward shows anything: looking costs each of them.
+        is_due = form.num_looks < _LOOKED_AT or not number & (number - 1)
         is_known = form.refusal is not None or form.shown is not None
-        if is_known or form.observed() is not None or not is_due:
+        if is_known or form.pass_of_look == self._num_passes or not is_due:
             self._note_visit(form)
             return run()
+        form.num_looks += 1
         returned, left = _seen(call, run)
         self._note_visit(form)
         if left and number > _FIRST_USES:
@@ -188,8 +190,8 @@ class Captures:
         # A cast that was there before has its gradient when others want it.
         if not any(use.source.is_cast and use.end._sequence_nr() < first for use in uses):
             learn = partial(form.learn, facts)
-            seen = Observation(uses, len(call.tensors), results, self._device, learn)
-            form.observed = weakref.ref(seen)
+            Observation(uses, len(call.tensors), results, self._device, learn)
+            form.pass_of_look = self._num_passes
         return returned
 
     def _replayed(
@@ -361,6 +363,7 @@ class Captures:
                 for them.
         """
         self._memory.begin_pass()
+        self._num_passes += 1
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on
@@ -518,7 +521,8 @@ class Captures:
         for layer in layers:
             address, known = _shared_address(layer), self._forms.get(layer.index, {})
             for form in [] if address is None else list(known.values()):
-                is_seen = form.shown is not None and form.forward is None
+                is_seen = form.shown is not None and form.refusal is None
+                is_seen &= form.forward is None
                 is_alone = form.kind != "inference" and form.dense_address is None
                 if is_seen and is_alone and form.conditions_at(address) not in known:
                     del known[form.conditions]

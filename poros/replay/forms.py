@@ -103,8 +103,10 @@ class Form:
     """Why nothing of it is recorded."""
     shown: CallFacts | None = None
     """What calls that ran have shown, for those that replay; the same from then on."""
-    observed: Callable[[], object | None] = lambda: None
-    """A call that ran, whose backward is to come and will show that."""
+    num_looks: int = 0
+    """Calls that ran and were looked at."""
+    pass_of_look: int = 0
+    """The pass in which one was whose backward may show that: others in it show nothing else."""
     around: Around | None = None
     """What its first backward ran under, and its recorded one does. Others run."""
     forward: Replayed | None = None

@@ -468,6 +468,14 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(
     assert eager[5] == eager[4] and eager[9] == eager[5] + 2 * 2 == eager[-1] - 2 * 2
 
 
+def test_a_graph_that_is_held_does_not_keep_others_from_being_recorded() -> None:
+    model = few()
+    _, recorder = recorded(model, self_check="off")
+    held = loss_of(model)
+    visit(model, 12, num_times=3)
+    assert recorder.num_recorded and held.requires_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 def test_a_checksum_tells_what_regular_edits_do(dtype: torch.dtype) -> None:
     """Signs, a single bit, neighbours exchanged, rows in another order."""

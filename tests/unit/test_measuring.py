@@ -122,10 +122,11 @@ class Estimated:
     ) -> None:
         self.num_slots, self.keep_last = num_slots, keep_last
         self.options = {"batch_size": shape.batch_size, "seq_len": shape.seq_len}
+        self.micro_batches = shape.micro_batches
         self.offload_boundaries, self.total_num_bytes = offload, total
         self.num_blocks, self.block_size = NUM_LAYERS, 1
         self.check_kernels = "peft"
-        self.replays = self.shares_dense = False
+        self.replays, self.shares_dense = False, shape.micro_batches > 1
         self.terms = {"dense layer": 0, "recordings": 0}
 
     def table(self) -> str:
@@ -504,3 +505,24 @@ def test_control_micro_batches_stay_together(
     monkeypatch.setattr(Estimated, "dense_tokens", dense_tokens)
     loop = prepared(budget(6, kept, 48 if kept else 40))
     assert all(accumulated(loop, 16, 6))
+
+
+@pytest.mark.parametrize("first", [4, 16])
+def test_a_longer_group_decides_anew_whether_each_goes_alone(
+    first: int, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Estimated, "dense_tokens", 8.0)
+    loop = prepared(budget(6, 6, 32))
+    assert all(accumulated(loop, first, 2)) == (first == 4)
+    assert not any(accumulated(loop, 16, 6)[1:])
+    assert loop.runtime.room == ResidencyPlan(6, 6)
+
+
+def test_one_that_ran_alone_does_not_end_what_others_share(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Estimated, "dense_tokens", 100.0)
+    loop = prepared(budget(6, 0, 60))
+    accumulated(loop, 20, 2, number=1)
+    assert all(accumulated(loop, 16, 4)[1:])
+    assert loop.sizer.shares_dense

@@ -58,8 +58,8 @@ def accumulate(
         Of the others as many go through the layers together as fit: all of them, or half of them,
         and so on. If Poros measures and chooses the memory (see ``StreamingPolicy.vram_budget``),
         most layers can keep their activations and micro-batches are long (from 200 to 700 tokens
-        on, by the GPU), they run one after the other: there is then little to load, and each saves a
-        recomputation, which takes longer than making 4-bit weights dense for each.
+        on, by the GPU), they run one after the other: there is then little to load, and each saves
+        a recomputation, which takes longer than making 4-bit weights dense for each.
 
     Exactness:
         Gradients, random states and losses are bit for bit those of one micro-batch after the

@@ -468,13 +468,19 @@ def test_what_may_be_spent_without_a_budget(
 # Micro-batches go together, unless most layers could keep their graph if each went by itself.
 
 
-def accumulated(loop: Loop, length: int, steps: int, number: int = 3) -> list[bool]:
-    """Optimizer steps of so many micro-batches each; whether these went together."""
+def accumulated(
+    loop: Loop, length: int, steps: int, number: int = 3, first: int | None = None
+) -> list[bool]:
+    """Optimizer steps of so many micro-batches each; whether these went together.
+
+    ``first``: the length of the very first one.
+    """
     runtime, found = loop.runtime, list[bool]()
     for _ in range(steps):
         before = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
-        batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
-        poros.accumulate(loop.model, [dict(batch) for _ in range(number)])
+        lengths, first = [first or length, *[length] * (number - 1)], None
+        made = [tiny.make_batches(1, batch_size=1, num_tokens=n, padded=False) for n in lengths]
+        poros.accumulate(loop.model, [dict(batch) for batch, *_ in made])
         groups = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
         is_together = groups > before
         loop.memory.train(length, together=number if is_together else 1)
@@ -523,6 +529,5 @@ def test_one_that_ran_alone_does_not_end_what_others_share(
 ) -> None:
     monkeypatch.setattr(Estimated, "dense_tokens", 100.0)
     loop = prepared(budget(6, 0, 60))
-    accumulated(loop, 20, 2, number=1)
-    assert all(accumulated(loop, 16, 4)[1:])
+    assert all(accumulated(loop, 16, 4, first=20))
     assert loop.sizer.shares_dense

@@ -498,7 +498,7 @@ class Captures:
         moved, self._forms, self._has_moved = self._forms, {}, False
         for layer in layers:
             now, known = layer.condition(), self._forms.setdefault(layer.index, {})
-            address = _shared_address(layer)
+            address = layer.shared_address
             kinds: list[Kind] = ["kept"] if layer.weights.is_pinned else []
             for form in sorted(
                 moved.get(layer.index, {}).values(), key=lambda each: -each.last_visit
@@ -519,7 +519,7 @@ class Captures:
         They have the same bits, and operators read them in the same places of the graph.
         """
         for layer in layers:
-            address, known = _shared_address(layer), self._forms.get(layer.index, {})
+            address, known = layer.shared_address, self._forms.get(layer.index, {})
             for form in [] if address is None else list(known.values()):
                 is_seen = form.shown is not None and form.refusal is None
                 is_seen &= form.forward is None
@@ -574,12 +574,6 @@ class _Backward(NamedTuple):
         except RematerializationError:
             return "random numbers"
         return different_ones(found, wanted, "gradient")
-
-
-def _shared_address(layer: LayerBody) -> int | None:
-    """Where calls of ``layer`` that share its dense weights have them; None without memory."""
-    dense = layer.context.dense
-    return None if dense is None else dense.address
 
 
 def _is_watched(layer: LayerBody, kind: Kind) -> bool:

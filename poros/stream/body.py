@@ -95,6 +95,12 @@ class LayerBody:
         return nullcontext() if dense is None else dense.use(self.index)
 
     @property
+    def shared_address(self) -> int | None:
+        """Where calls that share the layer's dense weights have them; None without memory."""
+        dense = self.context.dense
+        return None if dense is None else dense.address
+
+    @property
     def dense_address(self) -> int | None:
         """Of the dense weights that calls of the layer share now; None if they share none."""
         dense = self.context.dense

@@ -59,9 +59,12 @@ def test_streamed_equals_trl_on_a_resident_model(
     found = by_poros(monkeypatch, tmp_path / "streamed", **said)
     expected = plain(tmp_path / "trl", chat, made)
     assert (found.losses, found.adapter) == (expected.losses, expected.adapter)
-    assert len(set(found.losses)) == 3 and "1 left out" in found.said
+    assert len(found.losses) == 3 and "1 left out" in found.said
     with safe_open(tmp_path / "streamed" / "adapter" / "adapter_model.safetensors", "pt") as file:
-        assert any("score" in name for name in list(file.keys()))
+        names = list(file.keys())
+        assert any("score" in name for name in names)
+        # Not the losses: on some processors bfloat16 rounds all of them to the same.
+        assert any(file.get_tensor(name).any() for name in names if "lora_B" in name)
     config = json.loads((tmp_path / "streamed" / "adapter" / "adapter_config.json").read_text())
     assert config["task_type"] == "SEQ_CLS" and "score" in config["modules_to_save"]
     if form == "texts":

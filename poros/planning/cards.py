@@ -18,7 +18,8 @@ training step comes to the peaks. Per product of a linear layer with T tokens, e
 
 The shares fit the kernels of steps in bf16 autocast with Liger's kernels that were measured on an
 H200 and an H100 (benchmarks/results) to 15 %, but for one of 13 to 30 %;
-``tests/planning/test_cards.py`` holds them to it. Where the host is slower than the kernels (short
+``tests/planning/test_cards.py`` holds them to it. Rows were of 512 and 2,048 tokens; longer ones
+have not been measured in that mode. Where the host is slower than the kernels (short
 micro-batches on such cards) steps take longer. On other cards nothing has been measured, so times
 on them are a forecast; a few steps on the machine are better.
 

@@ -278,13 +278,8 @@ class CallFacts:
         self.rng, self.tally = call.rng, call.layer.context.tally
         self.uses, self.gives_casts = Uses((), (), 0), False
 
-    @property
-    def condition(self) -> Condition:
-        """What decides what the layer computes in such calls."""
-        return self._call.condition
-
-    @condition.setter
-    def condition(self, condition: Condition) -> None:
+    def found_as(self, condition: Condition) -> None:
+        """Hold the layer's tensors of now, not those that lay in memory it had before."""
         self._call.condition = condition
 
     def learn(self, uses: Uses) -> None:

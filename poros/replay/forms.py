@@ -156,8 +156,8 @@ class Form:
 
     def found_as(self, condition: Condition) -> None:
         """Its layer is as it was, but for where it lies."""
-        # What a call has shown holds the layer's tensors too, and so the memory they were in.
-        self.condition = self.facts.condition = condition
+        self.condition = condition
+        self.facts.found_as(condition)
 
     def move_to(self, dense_address: int | None) -> None:
         """Its calls, of which nothing is recorded, have the layer's dense weights there."""

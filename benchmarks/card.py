@@ -13,6 +13,9 @@ with the published rates of ``poros.planning.cards`` (a peak each, of which both
 reach the same share). Beside it: the same with all kernels slowed down by the ratio of products
 alone, which no kernel can be slower than, and the step on this GPU over the emulated link.
 
+The model's forward is a bfloat16 autocast region, as a Trainer's is, and its norms, rotary
+embeddings and feed-forwards are Liger's, in all ways; with ``--float32`` neither.
+
 ``--checkpointing`` measures PEFT and transformers alone, base on the GPU and activation
 checkpointing, without the cap, and says whether its peak is within the budget; its time is that of
 its kernels. Accelerate's offload of the same base is what its hooks move, the base twice for each
@@ -30,10 +33,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.liger import apply_liger_kernel
 
 import poros
 from benchmarks import memory
-from benchmarks.accumulate import SlowLink, Steps, cycles_per_ms, plain_rate
+from benchmarks.accumulate import SlowLink, Steps, cycles_per_ms, in_region, plain_rate
 from benchmarks.models import config_of, random_model, with_lora
 from poros.api import prepare_with
 from poros.planning.cards import CARDS, Card, find_card
@@ -223,9 +227,10 @@ def measure(
             }
         show(row)
 
-    streamed(options, model, take)
-    if options.checkpointing:
-        checkpointing(options, model, take)
+    ways = [streamed, checkpointing] if options.checkpointing else [streamed]
+    for way in ways:
+        with in_region(model, not options.float32):
+            way(options, model, take)
 
 
 def card_here() -> Card:
@@ -252,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--float32", action="store_true", help="no autocast, and no Liger")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--warm", type=int, default=16, help="the most steps before measuring")
     parser.add_argument("--steps", type=int, default=3)
@@ -265,6 +271,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.cuda.set_per_process_memory_fraction(cap / whole)
     config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
+    if not options.float32:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}
     print(f"{asked}, {machine['device']}", flush=True)

@@ -299,12 +299,12 @@ class History:
         if step.ranks.is_synced and not is_last:
             return "gradients are exchanged for each micro-batch"
         modules = self.modules(step.ranks.inner)
-        if modules.have_shared():  # it has one sum for all its places, for each micro-batch
+        trained = modules.trained()
+        if modules.have_shared(trained):  # it has one sum for all its places, for each micro-batch
             return "a trained parameter with several places in the model"
-        trained = modules.trained().parameters
-        if has_hooks(trained):
+        if has_hooks(trained.parameters):
             return "hooks on parameters"
-        if not are_watchable(trained):
+        if not are_watchable(trained.parameters):
             return "a trained parameter of a class of its own"
         if kind in self.known and self.known[kind].reason is not None:
             return self.known[kind].reason

@@ -59,9 +59,9 @@ class Modules:
             versions = [each._version for each in found]
         return Trained(found, versions, (list(map(id, found)), self._children_now()))
 
-    def have_shared(self) -> bool:
-        """Whether a trained parameter is in several places, or in a module that is."""
-        trained = list(map(id, self.trained().parameters))
+    def have_shared(self, found: Trained) -> bool:
+        """Whether a ``found`` parameter is in several places, or in a module that is."""
+        trained = found.places[0]
         if len(set(trained)) < len(trained):
             return True
         shared = {child for child, number in Counter(self._children).items() if number > 1}

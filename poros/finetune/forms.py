@@ -20,7 +20,9 @@ Other ways to write them are read as well, and become one of these:
     {"question": "...", "answer": "..."}
 """
 
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from poros.errors import quoted
@@ -163,6 +165,8 @@ def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
     """Return what is used of a row without problems, under the keys of its form."""
     names = (*form.format.keys, *form.format.others)
     used = {name: row[name] for name in names if row.get(name) is not None}
+    if used.get("tools") == "":
+        del used["tools"]
     system = used.pop("system", "")
     if form.name == "instructions":
         question, answer = form.format.keys
@@ -235,7 +239,8 @@ def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
         if not isinstance(value, bool):
             yield (
                 f"label: expected true for a good answer or false for a bad one, found "
-                f"{quoted(value, limit=40)}; write one of them, for --method kto"
+                f"{quoted(value, limit=40)}; write one of them without quotes, which CSV cannot, "
+                "for --method kto"
             )
     elif key in ("image", "images"):
         paths = [value] if key == "image" else value
@@ -243,8 +248,13 @@ def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
             wanted = "the path of a file" if key == "image" else "a list of paths of files"
             yield f"{key}: expected {wanted}, found {_type(value)}; write it"
     elif key == "tools":
-        if not isinstance(value, str | list):
-            yield f"tools: expected a list, found {_type(value)}; remove it"
+        with suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            yield (
+                "tools: expected a list of objects, or such a list as JSON in a text, found "
+                "something else; mend or remove it"
+            )
     elif not form.is_chat or key == "system":
         yield from _text_problems(key, value)
     elif isinstance(value, list):
@@ -292,6 +302,8 @@ def _one_message(where: str, given: dict[str, Any], form: Form) -> Iterator[str]
         found = quoted(role, limit=40)
         yield f"{where}.role: expected one of {', '.join(ROLES)}, found {found}; write one of them"
     if given.get("tool_calls") and (content is None or isinstance(content, str)):
+        return
+    if (role, content) == ("system", ""):
         return
     if form.format.keys == ("messages",) and isinstance(content, list) and content:
         yield from _part_problems(f"{where}.content", content)

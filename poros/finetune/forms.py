@@ -149,6 +149,11 @@ def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> It
         is_left_out = value is None or (value == "" and key not in ("prompt", "images"))
         if key in found.format.keys or not is_left_out:
             yield from _value_problems(key, row[key], found)
+    if found.format.keys == ("messages",) and not row.get("images") and _has_bare_image(row):
+        yield (
+            'messages: expected the path of each {"type": "image"}, found none; write it there, '
+            'or "images": ["FILE"] beside the messages'
+        )
     label = row.get("label")
     is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
     if label is not None and is_mark and found.name != "labelled":
@@ -192,6 +197,15 @@ def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
             path = part.get("image") or part.get("path")
             if path is not None:
                 yield path
+
+
+def _has_bare_image(row: Mapping[str, Any]) -> bool:
+    """Whether no image of a row has a path, though there are places for some."""
+    messages = row["messages"] if isinstance(row["messages"], list) else []
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for each in contents if isinstance(each, list) for part in each]
+    places = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+    return bool(places) and not any(part.get("image") or part.get("path") for part in places)
 
 
 def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:

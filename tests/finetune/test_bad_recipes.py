@@ -150,6 +150,10 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "tools that are no objects": (
         [json.dumps({**CHAT, "tools": [1]})], 1, "tools: expected a list of obj", "remove it",
     ),
+    "place of an image without one": (
+        [json.dumps(CHAT).replace('"a"', '[{"type": "image"}, {"type": "text", "text": "a"}]')],
+        1, "messages: expected the path of each", "beside the messages",
+    ),
     "text for images": ([json.dumps({**CHAT, "images": ""})], 1, "a list of paths", "write it"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
 }  # fmt: skip

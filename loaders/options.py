@@ -145,6 +145,9 @@ class LoadOptions:
         for name, value in expected.items():
             found = getattr(about, name)
             if found != value:
+                if isinstance(found, dict) and isinstance(value, dict):
+                    value = {each: value[each] for each in value if value[each] != found.get(each)}
+                    found = {each: found.get(each) for each in value}
                 raise PolicyError(
                     f"store: expected one with {name} {quoted(value)}, found {where} with "
                     f"{quoted(found)}; choose another folder, or pass what it was made with"

@@ -76,6 +76,8 @@ def find_config(source: str | os.PathLike[str]) -> tuple[Path, dict[str, bytes]]
         path = path.parent
     if not os.path.lexists(path / CONFIG):
         _refuse_adapter(path)
+        what = f"expected a checkpoint with {CONFIG}, found none"
+        raise defect(Path(source), what, remedy="give the folder of a checkpoint")
     return path, {CONFIG: read_small(path / CONFIG)}
 
 

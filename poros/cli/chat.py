@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from poros.cli.shared import readable_errors
+from poros.config import LEAST_BUDGET, parse_num_bytes
 
 _OPTIONS = {"vram_budget": "--vram"}
 
@@ -39,6 +40,8 @@ def chat(
         from poros.merging.base import base_to_load
         from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 
+        if vram is not None:
+            parse_num_bytes(vram, "vram_budget", at_least=LEAST_BUDGET)
         saved = SavedAdapter(adapter_folder(adapter))
         source, revision = (base, None) if base is not None else base_to_load(saved)
         talk = Chat(

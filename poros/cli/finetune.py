@@ -15,6 +15,7 @@ from poros.cli.shared import field_and_value, readable_errors
 from poros.recipes.recipe import Recipe, named, settings
 from poros.recipes.values import shown
 
+_OPTIONS = {"vram_budget": "--vram", "seq_len": "--max-length", "batch_size": "--batch-size"}
 _RECIPES = (".yaml", ".yml")
 ADAPTERS = ("lora", "dora", "rslora")
 """Values of ``--adapter``; a recipe has ``use_dora`` and ``use_rslora``."""
@@ -56,7 +57,7 @@ def finetune(
         flags["training.method"] = "dpo"
     if adapter is not None:
         flags |= {f"adapter.use_{each}": str(each == adapter).lower() for each in ADAPTERS[1:]}
-    with readable_errors():
+    with readable_errors(_OPTIONS):
         draft = read_recipe(file, flags)
         recipe = checked(draft, is_read=print_recipe or dry_run or show is not None)
         if print_recipe:

@@ -1,6 +1,7 @@
 """Exit codes, error messages and options that the commands share."""
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
 
     Args:
         options: Option of each field: "vram_budget: expected" becomes "vram_budget (--vram):
-            expected".
+            expected", and "seq_len=256" becomes "--max-length 256".
     """
     try:
         yield
@@ -32,6 +33,8 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         field, colon, rest = str(error).partition(":")
         option = (options or {}).get(field)
         text = f"{field} ({option}):{rest}" if option else f"{field}{colon}{rest}"
+        for name, flag in (options or {}).items():
+            text = re.sub(rf"\b{name}=(?=\d)", f"{flag} ", text)
         # Paths from users and messages of systems and libraries may contain any characters.
         lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)

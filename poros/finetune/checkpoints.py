@@ -77,26 +77,27 @@ class StagedCheckpoints:
     args: Any
     state: Any
 
-    _partial: Path
+    _partial: Path | None = None
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._partial)
+        return str(self._partial or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = Path(self.args.output_dir)
         target = run / f"checkpoint-{self.state.global_step}"
         if (target / WHOLE).exists():  # a signal came in the last step of an epoch
             return
-        with writing(target, Exception), partial_folder(target) as self._partial:
+        with writing(target, Exception), partial_folder(target) as partial:
+            self._partial = partial
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
-            _mark_complete(self._partial / target.name)
-            put_in_place(self._partial / target.name, target)
+            _mark_complete(partial / target.name)
+            put_in_place(partial / target.name, target)
             best = self.state.best_global_step if self.args.load_best_model_at_end else None
             note_best(self.args, self.state)
             # Only now is an older one not needed any more.
             for step, old in numbered(run)[self.args.save_total_limit :]:
                 if step != best:
-                    old.rename(self._partial / old.name)
+                    old.rename(partial / old.name)
 
 
 def note_best(args: Any, state: Any) -> None:

@@ -20,7 +20,9 @@ Other ways to write them are read as well, and become one of these:
     {"question": "...", "answer": "..."}
 """
 
+import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from poros.errors import quoted
@@ -147,6 +149,11 @@ def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> It
         is_left_out = value is None or (value == "" and key not in ("prompt", "images"))
         if key in found.format.keys or not is_left_out:
             yield from _value_problems(key, row[key], found)
+    if found.format.keys == ("messages",) and not row.get("images") and _has_bare_image(row):
+        yield (
+            'messages: expected the path of each {"type": "image"}, found none; write it there, '
+            'or "images": ["FILE"] beside the messages'
+        )
     label = row.get("label")
     is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
     if label is not None and is_mark and found.name != "labelled":
@@ -163,6 +170,8 @@ def normalised(row: Mapping[str, Any], form: Form) -> dict[str, Any]:
     """Return what is used of a row without problems, under the keys of its form."""
     names = (*form.format.keys, *form.format.others)
     used = {name: row[name] for name in names if row.get(name) is not None}
+    if used.get("tools") == "":
+        del used["tools"]
     system = used.pop("system", "")
     if form.name == "instructions":
         question, answer = form.format.keys
@@ -188,6 +197,15 @@ def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
             path = part.get("image") or part.get("path")
             if path is not None:
                 yield path
+
+
+def _has_bare_image(row: Mapping[str, Any]) -> bool:
+    """Whether no image of a row has a path, though there are places for some."""
+    messages = row["messages"] if isinstance(row["messages"], list) else []
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for each in contents if isinstance(each, list) for part in each]
+    places = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+    return bool(places) and not any(part.get("image") or part.get("path") for part in places)
 
 
 def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:
@@ -235,7 +253,8 @@ def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
         if not isinstance(value, bool):
             yield (
                 f"label: expected true for a good answer or false for a bad one, found "
-                f"{quoted(value, limit=40)}; write one of them, for --method kto"
+                f"{quoted(value, limit=40)}; write one of them without quotes, which CSV cannot, "
+                "for --method kto"
             )
     elif key in ("image", "images"):
         paths = [value] if key == "image" else value
@@ -243,8 +262,13 @@ def _value_problems(key: str, value: Any, form: Form) -> Iterator[str]:
             wanted = "the path of a file" if key == "image" else "a list of paths of files"
             yield f"{key}: expected {wanted}, found {_type(value)}; write it"
     elif key == "tools":
-        if not isinstance(value, str | list):
-            yield f"tools: expected a list, found {_type(value)}; remove it"
+        with suppress(ValueError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            yield (
+                "tools: expected a list of objects, or such a list as JSON in a text, found "
+                "something else; mend or remove it"
+            )
     elif not form.is_chat or key == "system":
         yield from _text_problems(key, value)
     elif isinstance(value, list):
@@ -292,6 +316,8 @@ def _one_message(where: str, given: dict[str, Any], form: Form) -> Iterator[str]
         found = quoted(role, limit=40)
         yield f"{where}.role: expected one of {', '.join(ROLES)}, found {found}; write one of them"
     if given.get("tool_calls") and (content is None or isinstance(content, str)):
+        return
+    if (role, content) == ("system", ""):
         return
     if form.format.keys == ("messages",) and isinstance(content, list) and content:
         yield from _part_problems(f"{where}.content", content)

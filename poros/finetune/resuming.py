@@ -140,6 +140,11 @@ def inspect_run_dir(
     _require_same(path, run, recipe, digests)
     found = RunFolder(path, notes=tuple(_notes(run, recipe, machine or {})), begun=run)
     checkpoints = numbered(path)
+    if _ADAPTER in names and not checkpoints and _is_longer(run, recipe):
+        raise RunFolderError(
+            f"output.folder: expected a checkpoint to train further from, found none beside the "
+            f"adapter {quoted(str(path / _ADAPTER))}; {_OTHER}"
+        )
     if digests is None or not checkpoints:
         return found
     step, checkpoint = checkpoints[0]

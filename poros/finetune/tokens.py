@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
+from jinja2 import TemplateSyntaxError
 from trl.chat_template_utils import (
     get_training_chat_template,
     has_generation_markers,
@@ -284,6 +285,12 @@ class _Work:
             return self._made(row)
         except DataFormatError as error:
             return str(error)
+        except TemplateSyntaxError as error:  # not of this row
+            raise DataFormatError(
+                "data.chat_template: expected a template of Jinja, found in its line "
+                f"{error.lineno}: {quoted(str(error.message), is_bare=True)}; mend it, or take "
+                "another (--chat-template)"
+            ) from error
         except Exception as error:  # of a template, which may raise whatever it likes
             return (
                 f"expected a row that the chat template can render, found: {describe_error(error)};"
@@ -388,6 +395,11 @@ class _Work:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if number == 0:
+                raise DataFormatError(
+                    "messages[0]: expected a message of the user before the assistant's, found "
+                    "none; add one, or train on every token (--loss-on all)"
+                )
             before = self._render(row, messages[:number], add_generation_prompt=True)
             upto = self._render(row, messages[: number + 1])
             if not (upto.startswith(before) and text.startswith(upto)):

@@ -180,6 +180,10 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
     if training.adapter_kernels == "grouped" and recipe.adapter.use_dora:
         what = "expected LoRA with grouped, found DoRA; choose fused, or remove it"
         draft.problem("training.adapter_kernels", what)
+    for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        if training.more.get(name) and not training.more.get("dataloader_num_workers"):
+            what = "expected processes that load rows, found none; set dataloader_num_workers, or "
+            draft.problem(f"training.{name}", f"{what}remove it")
     if training.more.get("push_to_hub"):
         from huggingface_hub import get_token
 
@@ -205,7 +209,8 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
 def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
     """Check that the folders that a run writes can be made: before it, not behind it."""
     output, store = recipe.output, recipe.model.store
-    has_ended = is_read and (Path(output.folder or "").expanduser() / "adapter").exists()
+    run = Path(output.folder or "").expanduser().absolute()
+    has_ended = is_read and (run / "adapter").exists()
     for key, named in (
         ("output.folder", output.folder),
         ("output.merged", output.merged),
@@ -222,6 +227,8 @@ def _check_folders(draft: Draft, recipe: Recipe, *, is_read: bool) -> None:
                 reason = "the folder above it is not there"
             elif path.is_dir() and any(path.iterdir()):
                 reason = "there is something else in it"
+        if reason is None and key != "output.folder" and path.absolute() in (run, run / "adapter"):
+            reason = "the run writes other files there"
         if reason is not None:
             found = f"found {quoted(str(path))}: {reason}"
             draft.problem(key, f"expected a new folder, {found}; give another folder")

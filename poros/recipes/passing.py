@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, get_type_hints
 
+from pydantic import Field
+
 from poros.errors import RecipeError, quoted
 from poros.recipes.values import readable, refusing
 
@@ -69,6 +71,17 @@ _LOSSES = (
 )
 """Losses of DPO, which TRL checks only at the first step."""
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+_NARROWER: dict[str, Any] = {
+    "rank_pattern": dict[str, Annotated[int, Field(ge=1)]],
+    "alpha_pattern": dict[str, Annotated[float, Field(gt=0)]],
+    "adam_beta1": Annotated[float, Field(ge=0, lt=1)],
+    "adam_beta2": Annotated[float, Field(ge=0, lt=1)],
+    "data_seed": Annotated[int, Field(ge=0, lt=2**32)],
+    "per_device_eval_batch_size": Annotated[int, Field(ge=1)],
+    "dataloader_prefetch_factor": Annotated[int, Field(ge=1)],
+    "f_divergence_type": Literal[_DIVERGENCES],
+}
+"""Types of fields for which the library's own annotation is too wide."""
 _OTHER_INITS = ("pissa", "olora", "corda", "loftq", "eva", "lora_ga", "mica", "orthogonal")
 
 
@@ -104,7 +117,7 @@ def refusals(section: str, library: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+    except (ValueError, TypeError, IndexError, NotImplementedError, ImportError) as error:
         raise RecipeError(
             f"{section}: expected settings that go together, found that {library} refuses them: "
             f"{quoted(str(error), is_bare=True, limit=600)}; change one of them"
@@ -143,8 +156,8 @@ def _particular(name: str, method: str) -> Any:
             "it; `poros merge` and `poros chat` take it as it is"
         )
         return Annotated[bool | Literal["gaussian"], refusing(_OTHER_INITS, why)]
-    if name == "f_divergence_type":
-        return Literal[_DIVERGENCES]
     if method == "dpo" and name == "loss_type":
         return readable(list[Literal[_LOSSES]])  # type: ignore[valid-type]
-    return None
+    if (method, name) == ("sft", "metric_for_best_model"):
+        return Literal["loss", "eval_loss"]
+    return _NARROWER.get(name)

@@ -166,7 +166,7 @@ class TrainingPart:
     pad_to_multiple_of: Count = _setting(
         64, "Rows are padded to a multiple of this many tokens.", flag="--pad-to"
     )
-    seed: Annotated[int, Field(ge=0)] = _setting(0, "Random seed.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = _setting(0, "Random seed.")
     save_steps: Often = _setting(50, "Steps between checkpoints.", flag="--save-every")
     save_total_limit: Several = _setting(2, "Number of checkpoints to keep.", flag="--keep")
     eval_steps: Often | None = _setting(

@@ -197,11 +197,12 @@ def _modules(written: Any) -> Any:
 
 def _share(written: Any) -> Any:
     """Read a share of the rows, such as ``0.05`` or ``5%``; leave the name of a file."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", str(written))
-    if match is None:
+    text = str(written).strip()
+    try:
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
         return written
-    number = float(match[1]) / (100 if match[2] else 1)
-    if not number <= 0.5:
+    if not 0 <= number <= 0.5:
         raise ValueError("a share of the rows from 0 up to 0.5, or a file of rows")
     return number
 

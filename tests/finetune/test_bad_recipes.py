@@ -80,6 +80,26 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         "adapter:\n  target_modules: [q_proj, 5]\n", 4, "names of modules", "for example",
     ),
     "number for modules": ("adapter:\n  target_modules: 7\n", 4, "names of mod", "for example"),
+    "seed too large": ("training:\n  seed: 4294967296\n", 4, "less than 4294967296", "seed: 0"),
+    "rank of no columns": (
+        "adapter:\n  rank_pattern: {q_proj: 0}\n", 4, "greater than or equal to 1", "leave it out",
+    ),
+    "alpha in words": (
+        "adapter:\n  alpha_pattern: {q_proj: high}\n", 4, "a valid number", "leave it out",
+    ),
+    "beta of 1": ("training:\n  adam_beta1: 1\n", 4, "a number less than 1", "leave it out"),
+    "no rows to prefetch": (
+        "training:\n  dataloader_prefetch_factor: 0\n", 4, "greater than or equal to 1", "leave",
+    ),
+    "processes that stay, of none": (
+        "training:\n  dataloader_persistent_workers: true\n", 4, "found none", "_num_workers",
+    ),
+    "metric that nothing computes": (
+        "training:\n  metric_for_best_model: f1\n", 4, "'loss' or 'eval_loss'", "leave it out",
+    ),
+    "merged into the run": (
+        "output:\n  folder: a\n  merged: a/adapter\n", 5, "writes other files", "another folder",
+    ),
     "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
 }  # fmt: skip
 
@@ -123,6 +143,16 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     ),
     "ShareGPT after messages": (
         [json.dumps(CHAT), json.dumps(SHARED)], 2, "conversations after messages", "all alike",
+    ),
+    "tools that are no JSON": (
+        [json.dumps({**CHAT, "tools": "search"})], 1, "tools: expected a list of obj", "remove it",
+    ),
+    "tools that are no objects": (
+        [json.dumps({**CHAT, "tools": [1]})], 1, "tools: expected a list of obj", "remove it",
+    ),
+    "place of an image without one": (
+        [json.dumps(CHAT).replace('"a"', '[{"type": "image"}, {"type": "text", "text": "a"}]')],
+        1, "messages: expected the path of each", "beside the messages",
     ),
     "text for images": ([json.dumps({**CHAT, "images": ""})], 1, "a list of paths", "write it"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
@@ -180,6 +210,8 @@ ASK_LIBRARIES = {
     *("unknown setting", "name without a hint", "optimizer of all weights", "beta of sft"),
     *("field of TRL, of another type", "field of TRL, no such choice"),
     *("field of PEFT, misspelt", "adapter that edits the base", "optimizer without a schedule"),
+    *("rank of no columns", "alpha in words", "beta of 1", "no rows to prefetch"),
+    *("processes that stay, of none", "metric that nothing computes"),
 }
 
 
@@ -206,6 +238,8 @@ SOURCES: dict[str, tuple[str, int, str, str]] = {
     "split of files": ("  split: test\n", 6, "on the hub to split, found a file", "remove it"),
     "configuration of files": ("  config: main\n", 6, "on the hub to configure", "remove it"),
     "weight of nothing": ("  weights: [1, 0]\n", 6, "a number greater than 0", "leave it out"),
+    "share below nothing": ("  validation: -0.1\n", 6, "from 0 up to 0.5", "validation: 0.0"),
+    "share that is no number": ("  validation: 0..5\n", 6, "no file or folder", "check the path"),
     "no weights": ("  weights: []\n", 6, "found 0 for 2", "list the sources"),
     "sources that differ": ("", 1, "rows of one form in all sources, found text beside", "alike"),
 }
@@ -325,6 +359,7 @@ def test_bad_flags(case: str, place: Path) -> None:
     ("method", "row", "what", "remedy"),
     [
         ("kto", {"prompt": "a", "completion": "b", "label": 1}, "label: expected true", "write"),
+        ("kto", {"prompt": "a", "completion": "b", "label": "true"}, "'true'", "which CSV cannot"),
         ("dpo", {"prompt": "", "chosen": "a", "rejected": "b"}, "prompt: expected a text", "fill"),
     ],
 )

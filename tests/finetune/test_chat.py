@@ -67,5 +67,6 @@ def test_the_command(adapter: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0
     missing = poros_command("chat", str(tmp_path), "--prompt", "hello")
     assert missing.exit_code == 2 and "adapter_config.json" in missing.output
-    bad = poros_command("chat", str(adapter), "--prompt", "x", "--temperature", "-1")
-    assert bad.exit_code == 2 and "temperature: " in bad.output
+    for option, value in (("--temperature", "-1"), ("--vram", "8")):
+        bad = poros_command("chat", str(adapter), "--prompt", "x", option, value)
+        assert bad.exit_code == 2 and option[2:] in bad.output and "Loading" not in bad.output

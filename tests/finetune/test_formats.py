@@ -235,11 +235,15 @@ def test_instructions_follow_the_model_and_the_rows_beside_them(
 
 def test_all_who_speak_in_a_conversation(model: Path, tmp_path: Path) -> None:
     spoken = [("human", "a"), ("gpt", "b"), ("observation", "c"), ("model", "d"), ("user", "e")]
+    spoken.append(("system", ""))
     empty = {"role": None, "content": None, "weight": None}
     turns = [{"from": name, "value": text, **empty} for name, text in spoken]
-    source = lines(tmp_path / "rows", [{"conversations": turns, "system": "s", "id": 1}])
+    source = lines(
+        tmp_path / "rows", [{"conversations": turns, "system": "s", "tools": "", "id": 1}]
+    )
     found, _ = read_data(recipe_of(model__source=model, data__source=source))
-    roles = ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert "tools" not in found.rows[0]
+    roles = ["system", "user", "assistant", "tool", "assistant", "user", "system"]
     assert [each["role"] for each in found.rows[0]["messages"]] == roles
     assert "".join(each["content"] for each in found.rows[0]["messages"]) == "sabcde"
     assert found.unused == ("id",)

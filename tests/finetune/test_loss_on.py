@@ -126,6 +126,23 @@ def test_a_template_that_renders_turns_differently_later_is_refused(
         made(model, data, "messages", data__chat_template="model")
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (UNMARKED, r"messages.jsonl:1: messages\[0\]: expected a message of the user before"),
+        ("{% for message", r"^data.chat_template: .* in its line 1: .*--chat-template\)$"),
+    ],
+)
+def test_an_answer_to_nothing_and_a_broken_template_are_refused(
+    template: str, said: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", template=template)
+    answer = {"role": "assistant", "content": "a slot"}
+    write_rows(tmp_path / "messages.jsonl", [{"messages": [answer]}] * 2)
+    with pytest.raises(DataFormatError, match=said):
+        made(model, tmp_path, "messages", data__chat_template="model")
+
+
 @pytest.mark.parametrize("form", ["messages", "completions", "text", "preferences", "labelled"])
 def test_the_tokens_are_those_of_plain_trl(
     form: str, model: Path, data: Path, base: Any, tmp_path: Path

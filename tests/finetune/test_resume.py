@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +69,7 @@ def events(recipe: Recipe) -> list[int]:
     return [each["step"] for each in read_run(Path(recipe.output.folder or "")).logs]
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
 def test_a_signal_ends_a_run_with_a_checkpoint(
     strategy: str, options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,10 @@ def test_a_finished_run_is_trained_further(
     for same in (1, 2):  # that is finished now, and cannot become shorter
         with pytest.raises(RunFolderError, match="with more --epochs or --steps"):
             run(recipe_of(**{**longer, "training__num_train_epochs": same}))
+    for each in checkpoints(recipe):
+        shutil.rmtree(folder / each)
+    with pytest.raises(RunFolderError, match="a checkpoint to train further from, found none"):
+        run(recipe_of(**{**longer, "training__num_train_epochs": 3}))
 
 
 def test_a_schedule_of_another_length_is_said(longer: dict[str, Any]) -> None:

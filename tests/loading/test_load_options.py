@@ -60,7 +60,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"host_budget": "1GiB"}, "host_budget: expected a store"),
         ({"host_budget": "much", "store": "{new}"}, "host_budget: expected bytes"),
         # A store made with other options is not taken for what is asked for.
-        ({"store": "{store}", "quantization": "fp4"}, "expected one with quantization"),
+        (
+            {"store": "{store}", "quantization": "fp4"},
+            r"with quantization .*'fp4'}, found .*'nf4'}; choose",
+        ),
         ({"store": "{store}", "dtype": torch.float16}, "expected one with"),
     ],
     "store": [

@@ -27,8 +27,6 @@ NOT_RUN = {"console", "json", "yaml", "text"}
 
 
 class Block(NamedTuple):
-    """Fenced lines of a page."""
-
     page: Path
     line: int
     language: str

@@ -59,7 +59,6 @@ def rows(form: str, count: int = 200) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, content: str | list[dict[str, Any]], count: int = 200) -> Path:
-    """Write rows, or so many of a form."""
     if isinstance(content, str):
         content = rows(content, count)
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -139,8 +138,6 @@ def plain_base(source: Any, kind: Any = AutoModelForCausalLM, **options: Any) ->
 
 
 class Trained(NamedTuple):
-    """What a run has left."""
-
     adapter: bytes
     losses: list[float]
     said: str

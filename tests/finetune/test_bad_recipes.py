@@ -244,7 +244,6 @@ def parquet() -> bytes:
 
 
 def saved(state: bytes) -> dict[str, bytes]:
-    """A folder as of save_to_disk, damaged."""
     return {"state.json": state, "dataset_info.json": b"{}"}
 
 

@@ -108,7 +108,6 @@ LISTED = {
 
 
 def event(**values: object) -> Damage:
-    """One more line of events."""
     line = json.dumps({"event": "log", "step": 9, "loss": 1.0, "time": 1.0, **values})
     return lambda file: file.write_text(f"{file.read_text()}{line}\n")
 
@@ -166,7 +165,6 @@ def damaged(folder: Path, cell: tuple[str, str], cells: dict[tuple[str, str], Da
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All regular files below a folder."""
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in folder.rglob("*")
@@ -250,7 +248,6 @@ def test_a_checkpoint_that_cannot_be_read_stays(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=4m", "poros-test", str(folder)]

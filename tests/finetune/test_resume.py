@@ -56,7 +56,6 @@ def options(model: Path, data: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run that nobody interrupted."""
     return run(recipe_of(**options_for(model, data, tmp_path_factory.mktemp("whole") / "run")))
 
 

@@ -77,7 +77,6 @@ def test_streamed_equals_trl_on_a_resident_model(
 
 @pytest.mark.gpu
 def test_on_a_gpu_streamed_equals_resident(chat: Path, data: Path, tmp_path: Path) -> None:
-    """With the kernels and the autocast that the command takes by default."""
     source = {"model__source": chat, "data__source": data / "preferences.jsonl"}
     more = {"training__method": "reward", "training__max_steps": 6}
     streamed_as_resident(tmp_path, **source, **{**COMMON, **more})

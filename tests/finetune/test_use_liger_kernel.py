@@ -41,7 +41,6 @@ COMMON: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two layers."""
     return write_model(tmp_path_factory.mktemp("checkpoint") / "tiny", layers=2)
 
 

@@ -162,6 +162,5 @@ def requested() -> int:
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Names of what is not the same, or missing."""
     names = found.keys() | expected.keys()
     return sorted(name for name in names if not same(found.get(name), expected.get(name)))

@@ -43,7 +43,6 @@ MakeModel = Callable[[str, torch.dtype], Any]
 
 
 def make_layers(size: str, dtype: torch.dtype, folder: Path) -> Any:
-    """Layers of a real size, NF4 with LoRA."""
     config = Qwen2Config(
         **SIZES[size],
         num_hidden_layers=NUM_LAYERS[size],

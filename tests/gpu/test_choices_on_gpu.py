@@ -67,8 +67,6 @@ def with_sliced_loss(model: Any) -> Any:
 
 
 class Listener(TrainerCallback):
-    """Remembers the optimizer."""
-
     optimizer: Any = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

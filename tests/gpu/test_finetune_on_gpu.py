@@ -36,7 +36,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of some steps."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     settings = {
         "model__source": model,

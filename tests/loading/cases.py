@@ -90,7 +90,6 @@ def packed(name: str, break_it: Break, says: str | None, base: str = "4bit") -> 
 
 
 def said(name: str, changes: dict[str, Any], says: str, base: str = "4bit") -> Case:
-    """Of the state of one weight."""
     return Case(name, base, state(DOWN, **changes), says)
 
 
@@ -221,12 +220,10 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 def copied(folder: Path) -> None:
-    """The first shard is in the place of the second too."""
     (folder / SECOND).write_bytes((folder / FIRST).read_bytes())
 
 
 def called(name: str) -> Break:
-    """A shard has another name."""
     return lambda folder: (folder / SECOND).replace(folder / name)
 
 
@@ -246,7 +243,6 @@ def index(name: str, break_it: Any, says: str) -> Case:
 
 
 def named(weights: Any) -> Break:
-    """A configuration that names them."""
     return config(transformers_weights=weights)
 
 
@@ -321,7 +317,6 @@ def weights(value: Any) -> Break:
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
-    """A tensor of the rest."""
     return rest(lambda found: found.update({name: change(found[name]).clone()}))
 
 

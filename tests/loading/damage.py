@@ -68,7 +68,6 @@ def drop(*names: str) -> Break:
 
 
 def instead(name: str, make: Callable[[Path], Any]) -> Break:
-    """Put something that is no file in the place of one."""
     return both(drop(name), lambda folder: make(folder / name))
 
 
@@ -185,8 +184,6 @@ def kept_config(**changes: Any) -> Break:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
-    """Change the tensors of the one file."""
-
     def rewrite(folder: Path) -> None:
         found = load_file(folder / WEIGHTS)
         change(found)
@@ -205,13 +202,10 @@ def added(name: str) -> Break:
 
 
 def dropped(name: str) -> Break:
-    """Every tensor with this in its name."""
     return tensors(lambda found: [found.pop(key) for key in list(found) if name in key])
 
 
 def renamed(old: str, new: str) -> Break:
-    """In the name of every tensor."""
-
     def change(found: dict[str, torch.Tensor]) -> None:
         for name in [key for key in found if old in key]:
             found[name.replace(old, new)] = found.pop(name)
@@ -220,8 +214,6 @@ def renamed(old: str, new: str) -> Break:
 
 
 def spoil(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One entry."""
-
     def change(found: torch.Tensor) -> torch.Tensor:
         found.view(-1)[3] = value
         return found

@@ -96,14 +96,12 @@ class Kinds:
         return self._once(f"sharded {architecture}", make)
 
     def store(self, source: Path | None = None, **options: Any) -> Path:
-        """What ``poros.load`` writes."""
         source = source or self.dense()
         return self._once(
             f"store {source} {options}", lambda path: load(source, store=path, **options)
         )
 
     def damaged(self, name: str) -> Path:
-        """What the table of damages starts from."""
         dense = self.dense(num_layers=2, tie_word_embeddings=False)
         if name == "moe":
             return self.dense("qwen3_moe", num_layers=2, tie_word_embeddings=False)

@@ -88,7 +88,6 @@ def test_a_load_is_refused_or_has_the_bytes_of_from_pretrained(
 
 
 def test_control_the_leak_checks_see_a_leak(tmp_path: Path) -> None:
-    """An open and mapped file is seen by both."""
     file = write_sharded(tmp_path) / FIRST
     before = open_files()
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ):
@@ -98,7 +97,6 @@ def test_control_the_leak_checks_see_a_leak(tmp_path: Path) -> None:
 
 
 def test_control_the_pickle_would_run_code(tmp_path: Path) -> None:
-    """Loading it does leave the trace that the cases look for."""
     pickled("x.bin")(tmp_path)
     pickle.loads((tmp_path / "x.bin").read_bytes())
     assert (tmp_path / "trace").is_dir()

@@ -184,7 +184,6 @@ def path(sound: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A place for one."""
     return tmp_path / "store"
 
 

@@ -187,7 +187,6 @@ def test_another_block_size(kinds: Kinds, tmp_path: Path) -> None:
 
 
 def pretrained(path: Path, **options: Any) -> Any:
-    """``from_pretrained`` with the same options."""
     settings = {"dtype": BF16, "quantization_config": quantization(), "device_map": {"": "cpu"}}
     return AutoModelForCausalLM.from_pretrained(path, **{**settings, **options})
 

@@ -97,7 +97,6 @@ def test_bytes_are_those_of_transformers(name: str, checkpoints: Checkpoints) ->
 
 
 def kept(name: str) -> dict[str, Any]:
-    """All layers keep their graph."""
     return {"slots": num_layers(name), "keep_last": num_layers(name)}
 
 
@@ -229,8 +228,6 @@ def image_run(name: str, seed: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def resident_of_images(checkpoints: Checkpoints) -> Callable[[str], list[torch.Tensor]]:
-    """What a resident model computes of rows with images."""
-
     @cache
     def trained(name: str) -> list[torch.Tensor]:
         return train(resident(checkpoints(name)), together=False, **image_run(name))

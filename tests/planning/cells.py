@@ -72,7 +72,6 @@ def config_of(cell: dict[str, Any]) -> Any:
 
 
 def make(folder: Path, cell: dict[str, Any], device: str = "cpu") -> Any:
-    """The model of a cell, resident on ``device``."""
     tiny.write_checkpoint(config_of(cell), folder, dtype=cell["dtype"])
     quantize = KINDS[cell["adapter"]].on_4bit
     base = tiny.load_base(folder, dtype=cell["dtype"], quantize=quantize, device=device)

@@ -23,7 +23,6 @@ U = UNITS[FP32]
 
 
 def kernels_of(name: str, device: str) -> Any:
-    """On a CPU the interpreter runs them."""
     module = f"poros.kernels.{name}_gpu"
     return interpreted(module) if device == "cpu" else import_module(module)
 

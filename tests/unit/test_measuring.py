@@ -60,7 +60,6 @@ class SimulatedMemory(DeviceMemory):
         return 10**9
 
     def hold(self, runtime: Runtime) -> None:
-        """Belong to ``runtime``'s model."""
         self.runtime = runtime
         sizer: Any = runtime.sizer
         genuine = sizer._held
@@ -189,7 +188,6 @@ def budget(num_slots: int, keep_last: int, length: int) -> int:
 
 
 def step(num_slots: int, keep_last: int, length: int) -> int:
-    """What a step takes."""
     graphs = keep_last * GRAPH_PER_TOKEN * length
     return STANDING + BEYOND + num_slots * block_num_bytes() + PER_TOKEN * length + graphs
 

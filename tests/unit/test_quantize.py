@@ -19,8 +19,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Result(NamedTuple):
-    """Everything that a quantized tensor is."""
-
     packed: torch.Tensor
     state: Any
 
@@ -106,7 +104,6 @@ def test_pieces_give_the_bytes_of_the_whole(
 
 
 def with_a_zero_block() -> torch.Tensor:
-    """A block without a scale."""
     tensor = draw(40, 64)
     tensor[7] = 0
     return tensor

@@ -255,10 +255,10 @@ class Arms:
         return self.folder / name / f"checkpoint-{step}"
 
 
-def check_not_vacuous(run: Trajectory, num_steps: int = NUM_STEPS) -> None:
+def check_not_vacuous(run: Trajectory) -> None:
     """Equal runs show something only if there is something in them."""
     num_adapters = 2 * 7 * NUM_LAYERS
-    assert [step.index for step in run.steps] == list(range(num_steps))
+    assert [step.index for step in run.steps] == list(range(NUM_STEPS))
     for step in run.steps:
         assert len(step.losses) == ACCUMULATION
         assert step.grad_norm is not None and float(step.grad_norm) > 0
@@ -266,7 +266,7 @@ def check_not_vacuous(run: Trajectory, num_steps: int = NUM_STEPS) -> None:
             assert len(kept) == num_adapters
             assert all(bool(tensor.any()) for tensor in kept.values())
     losses = [float(each.tensor) for each in run.extras if "evaluation loss" in each.name]
-    assert len(losses) == num_steps // EVAL_EVERY
+    assert len(losses) == NUM_STEPS // EVAL_EVERY
     assert len(set(losses)) == len(losses), "an evaluation that sees no training shows nothing"
     assert sum("file adapter_" in each.name for each in run.extras) == 2
 

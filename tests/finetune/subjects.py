@@ -11,9 +11,10 @@ from peft import get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
-from poros.finetune.data import read_data
+from poros.finetune.data import Rows, read_data
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import finetune
+from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import Stopping
 from poros.gates import tiny
 from poros.recipes.checks import checked
@@ -147,6 +148,16 @@ def recipe_of(**said: object) -> Recipe:
     """A recipe from settings: ``training__max_steps=3``."""
     flags = {key.replace("__", "."): str(value) for key, value in said.items()}
     return checked(read_recipe(None, flags))
+
+
+def tokens_of(model: Path, source: object, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
+    """Of rows under ChatML, unless another template is named; and what they are made with."""
+    said = {"data__chat_template": "chatml", **said}
+    recipe = recipe_of(model__source=model, data__source=source, **said)
+    found, _ = read_data(recipe)
+    tokenizer = load_tokenizer(recipe, found.form)
+    settled = found.settled(has_template=bool(tokenizer.chat_template))
+    return recipe, found, tokenizer, tokenize(settled, tokenizer, recipe)
 
 
 def run(recipe: Recipe) -> Trained:

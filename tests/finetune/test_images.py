@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune.adapters import adapter_config
-from poros.finetune.data import read_data
+from poros.finetune.data import Rows, read_data
 from tests.command import poros_command, text
 from tests.finetune.arms import COMMON, streamed_as_resident
 from tests.finetune.processors import write_processor
@@ -296,18 +296,18 @@ def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
         {"conversations": unmarked, "images": ["pictures/1.png"]},
         {"conversations": unmarked},
     ]
-    first = read_data(
-        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "a.jsonl", made))
-    )[0]
+
+    def read(name: str, made: list[dict[str, Any]]) -> Rows:
+        source = write_rows(tmp_path / name, made)
+        return read_data(recipe_of(model__source=gemma3, data__source=source))[0]
+
     same = [
         said_of([IMAGE, WORDS]),
         said_of("the slot", images=["pictures/1.png"]),
         said_of("the slot"),
     ]
-    second = read_data(
-        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "b.jsonl", same))
-    )[0]
-    assert first.rows == second.rows and first.has_images
+    found = read("a.jsonl", made)
+    assert found.rows == read("b.jsonl", same).rows and found.has_images
     recipe = recipe_of(model__source=gemma3, data__source=tmp_path / "a.jsonl")
     assert announced(recipe).count("<image>") == NUM_TOKENS
 

@@ -12,25 +12,21 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from poros.errors import DataFormatError
-from poros.finetune.data import Rows, read_data
+from poros.finetune.data import Rows
 from poros.finetune.run import _dataset, _row_length
-from poros.finetune.tokens import IGNORED, NAMED, Tokens, load_tokenizer, tokenize
+from poros.finetune.tokens import IGNORED, NAMED, Tokens, tokenize
 from poros.finetune.trainers import Kto, _collator
 from poros.gates import tiny
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import recipe_of, rows, write_model, write_rows
+from tests.finetune.subjects import rows, tokens_of, write_model, write_rows
 
 # ChatML without marks of the assistant's turns, as most models have it.
 UNMARKED = NAMED["chatml"][0].replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 
 
 def made(model: Path, data: Path, form: str, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
-    said = {"data__chat_template": "chatml", "training__pad_to_multiple_of": 16, **said}
     said["training__method"] = {"preferences": "dpo", "labelled": "kto"}.get(form, "sft")
-    recipe = recipe_of(model__source=model, data__source=data / f"{form}.jsonl", **said)
-    found, _ = read_data(recipe)
-    tokenizer = load_tokenizer(recipe, found.form)
-    return recipe, found, tokenizer, tokenize(found, tokenizer, recipe)
+    return tokens_of(model, data / f"{form}.jsonl", training__pad_to_multiple_of=16, **said)
 
 
 def batch_of(recipe: Recipe, tokens: Tokens, tokenizer: Any, base: Any, count: int) -> Any:
@@ -128,7 +124,7 @@ def test_a_template_that_renders_turns_differently_later_is_refused(
 
 @pytest.mark.parametrize("form", ["messages", "completions", "text", "preferences", "labelled"])
 def test_the_tokens_are_those_of_plain_trl(
-    form: str, model: Path, data: Path, base: Any, tmp_path: Path
+    form: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
     _, found, tokenizer, tokens = made(model, data, form)
     options: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}

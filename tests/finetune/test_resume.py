@@ -301,9 +301,7 @@ def test_what_a_run_is_made_of(file: str, change: Any, named: str, begun: Begun)
         path.write_bytes(before)
 
 
-def test_other_versions_are_said(
-    begun: Begun, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_are_said(begun: Begun) -> None:
     file = begun.folder / "run" / "run.json"
     noted = json.loads(file.read_text())
     noted["versions"] |= {"torch": "2.0.0", "device": "a card"}

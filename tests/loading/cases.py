@@ -89,8 +89,8 @@ def packed(name: str, break_it: Break, says: str | None, base: str = "4bit") -> 
     return Case(name, base, break_it, says)
 
 
-def said(name: str, changes: dict[str, Any], says: str, base: str = "4bit") -> Case:
-    return Case(name, base, state(DOWN, **changes), says)
+def said(name: str, changes: dict[str, Any], says: str) -> Case:
+    return packed(name, state(DOWN, **changes), says)
 
 
 def bnb(name: str, settings: dict[str, Any], says: str, **options: Any) -> Case:

@@ -34,9 +34,9 @@ def name(case: Case) -> str:
     return f"{case.base}: {case.name}"
 
 
-def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
+def comes_true(condition: Callable[[], bool]) -> bool:
     """Whether it holds in the end: transformers leaves its readers to end by themselves."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + 30.0
     gc.collect()
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)

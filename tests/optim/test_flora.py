@@ -40,8 +40,8 @@ def seeded() -> None:
 # Random projections: their bits on every device, their moments, their products.
 
 
-def projection(draw: int, rank: int = RANK, width: int = M, matrix: int = 3) -> Projection:
-    return Projection(QUANTILES, rank, width, 5, matrix, draw, Stream.ACCUMULATION)
+def projection(draw: int, rank: int = RANK, width: int = M) -> Projection:
+    return Projection(QUANTILES, rank, width, 5, 3, draw, Stream.ACCUMULATION)
 
 
 def whole(made: Projection) -> torch.Tensor:
@@ -255,13 +255,13 @@ def recorder(given: list[torch.Tensor]) -> Callable[..., None]:
     return record
 
 
-def growth(kappa: int, num_updates: int = 40) -> float:
+def growth(kappa: int) -> float:
     """Of the momentum's norm, between an early update and the last."""
     layer = nn.Linear(M, N, bias=False)
     named = [("layers.0.weight", layer.weight)]
     optimizer = Flora(named, rank=RANK, momentum=0.9, kappa=kappa, allow_divergence=True)
     norms = []
-    for _ in range(num_updates):
+    for _ in range(40):
         (layer.weight * torch.randn(N, M)).sum().backward()
         optimizer.step()
         norms.append(optimizer.state[layer.weight]["momentum"].norm().item())

@@ -86,10 +86,7 @@ def for_trl(file: Path) -> Dataset:
         text = text[1]["text"] if isinstance(text, list) else text
         parts = [{"type": "image", "text": None}] * has_one + [{"type": "text", "text": text}]
         answer = [{"type": "text", "text": row["messages"][1]["content"]}]
-        messages = [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": answer},
-        ]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         images = [str(file.parent / "pictures" / f"{number}.png")] * has_one
         made.append({"messages": messages, "images": images})
     return Dataset.from_list(made).cast_column("images", ListFeature(ImageFeature()))
@@ -142,8 +139,7 @@ PATTERN = r".*(language_model|vision_tower).*(q_proj|v_proj|fc1)"
 
 
 @pytest.mark.parametrize(
-    ("loss_on", "targets"),
-    [pytest.param("auto", PATTERN, marks=marked), ("all", "all-linear")],
+    ("loss_on", "targets"), [pytest.param("auto", PATTERN, marks=marked), ("all", "all-linear")]
 )
 def test_streamed_equals_trl_on_a_resident_model(
     loss_on: str, targets: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,10 +282,7 @@ def test_an_older_transformers_that_marks_no_answers_is_refused(
 def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
     """They mark the image's place; without a mark it stands before the first message."""
     picture(1, tmp_path)
-    spoken = [
-        {"from": "human", "value": "<image>\nthe slot"},
-        {"from": "gpt", "value": "its"},
-    ]
+    spoken = [{"from": "human", "value": "<image>\nthe slot"}, {"from": "gpt", "value": "its"}]
     unmarked = [{"from": "human", "value": "the slot"}, spoken[1]]
     made = [
         {"conversations": spoken, "image": "pictures/1.png"},

@@ -80,10 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers of all-linear": ({"adapter__layers_to_transform": [0]}, "PEFT refuses .*target_mod"),
     "an adapter on the head that preferences would not train": (
-        {
-            "training__method": "dpo",
-            "adapter__target_modules": "q_proj,lm_head",
-        },
+        {"training__method": "dpo", "adapter__target_modules": "q_proj,lm_head"},
         "found the head; leave it out",
     ),
     "modules that are not there": (

@@ -55,11 +55,7 @@ SUMMARIES: dict[str, tuple[dict[str, Any], int | None, tuple[str, ...]]] = {
     ),
     "as many updates as wanted": ({}, 400, ("50 steps of 8 rows",)),
     "few": ({}, 80, ("10 steps of 8 rows", "few updates of the adapter: 10", "--accumulation")),
-    "warming up": (
-        WARMING_UP,
-        12,
-        ("all 12 steps are within the warm-up of 20", "--warmup"),
-    ),
+    "warming up": (WARMING_UP, 12, ("all 12 steps are within the warm-up of 20", "--warmup")),
 }
 
 

@@ -82,10 +82,7 @@ def train(
     """
 
     def loss(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            torch.autocast("cuda", dtype=BF16, enabled=autocast),
-        ):
+        with sdpa_kernel(SDPBackend.MATH), torch.autocast("cuda", dtype=BF16, enabled=autocast):
             found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return found / size
 

@@ -160,10 +160,7 @@ def filled(num_layers: int = 3, seed: int = 0) -> HostStore:
 
 
 def write_store(
-    directory: Path,
-    host: HostStore,
-    rest: Mapping[str, torch.Tensor],
-    files: Mapping[str, bytes],
+    directory: Path, host: HostStore, rest: Mapping[str, torch.Tensor], files: Mapping[str, bytes]
 ) -> Path:
     with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
         for slab, source in zip(writer.host.slabs, host.slabs, strict=True):

@@ -18,13 +18,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerF
 
 import poros
 import poros.loaders.load
-from poros.errors import (
-    CheckpointFormatError,
-    PolicyError,
-    PorosError,
-    StoreWriteError,
-    quoted,
-)
+from poros.errors import CheckpointFormatError, PolicyError, PorosError, StoreWriteError, quoted
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
 from poros.loaders.store import REST, SLABS, open_store

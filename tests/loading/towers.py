@@ -51,9 +51,7 @@ FAMILIES = {
     "qwen3_vl": Family("qwen3_vl", TEXT, ("model.visual.",), types=TYPES),
     "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR), images_go_together=True),
     "llama4": Family(
-        *("llama4", INNER, ("vision_model.", PROJECTOR)),
-        own_layers=INNER,
-        images_go_together=True,
+        *("llama4", INNER, ("vision_model.", PROJECTOR)), own_layers=INNER, images_go_together=True
     ),
     "qwen3_5": Family("qwen3_5", TEXT, ("model.visual.",), types=TYPES),
 }

@@ -15,16 +15,7 @@ import poros
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
-from tests.planning.cells import (
-    LAYOUT,
-    STEP,
-    USUAL,
-    Steps,
-    config_of,
-    make,
-    planned,
-    prepare,
-)
+from tests.planning.cells import LAYOUT, STEP, USUAL, Steps, config_of, make, planned, prepare
 
 pytestmark = pytest.mark.gpu
 

@@ -118,7 +118,7 @@ def options(command: str) -> dict[str, Any]:
 def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert set(commands) == {
-        *("chat", "demo", "check", "finetune", "load", "merge", "plan", "report"),
+        *("chat", "demo", "check", "finetune", "load", "merge", "plan", "report")
     }
     result = poros_command("--help")
     assert result.exit_code == 0 and "--show-completion" in text(result)

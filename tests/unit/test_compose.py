@@ -43,10 +43,7 @@ POINTS = [
 
 
 def tensors(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    lora_dtype: torch.dtype = FP32,
-    device: str = "cpu",
+    shape: tuple[int, ...], dtype: torch.dtype, lora_dtype: torch.dtype = FP32, device: str = "cpu"
 ) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(len(shape))
 

@@ -58,9 +58,7 @@ def test_whether_rows_are_packed_is_answered() -> None:
     ],
     ids=["edited", "an operator not followed", "floats", "indices", "random"],
 )
-def test_control_what_is_not_known_is_asked_of_the_device(
-    make: Callable[[], torch.Tensor],
-) -> None:
+def test_control_what_is_not_known_is_asked_of_the_device(make: Callable[[], torch.Tensor]) -> None:
     with HostValues(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         make().tolist()
 

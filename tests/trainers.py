@@ -36,14 +36,7 @@ Prepare = Callable[..., Any]
 def trainer_arguments(
     output_dir: str | Path, kind: "type[TrainingArguments] | None" = None, **overrides: Any
 ) -> "TrainingArguments":
-    """Build quiet ``TrainingArguments`` for a short run on the GPU if there is one.
-
-    Args:
-        output_dir: Where checkpoints go.
-        kind: A subclass of them, such as TRL's.
-        **overrides: Fields of ``TrainingArguments``, such as ``bf16``, ``max_steps`` or
-            ``gradient_accumulation_steps``.
-    """
+    """Build quiet ``TrainingArguments``, or TRL's, for a short run on the GPU if there is one."""
     from transformers import TrainingArguments
 
     from poros.accumulation.trainer import on_one_gpu
@@ -82,8 +75,7 @@ def train_with_trainer(
         train_dataset: Rows that the Trainer's default collator takes (mappings of 1-d tensors).
         eval_dataset: Evaluated when ``arguments`` says so; each loss is recorded.
         resume_from: A checkpoint folder of the Trainer to continue from.
-        trainer_class: A subclass of the Trainer, such as TRL's.
-        **options: Its other arguments.
+        trainer_class: A subclass of the Trainer, such as TRL's, which takes the ``options``.
 
     Returns:
         The trajectory; its steps are numbered as the Trainer numbers them, from 0, so those of a
@@ -320,15 +312,7 @@ class TrlArms:
     """Runs a trainer on a resident and on a prepared model, made from equal bytes.
 
     Attributes:
-        folder: Where the outputs go.
-        trainer_class: Of TRL.
-        arguments_class: Its arguments.
-        rows: The training rows.
-        quantize: Whether the base is NF4.
-        device: Where both arms run.
-        num_steps: Of a run.
         auto_class: As in ``poros.load``; with a head for one class.
-        eval_rows: Rows to evaluate on.
         trainer: That of the latest run.
     """
 

@@ -5,6 +5,7 @@ import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,6 @@ def cells(path: Path, content: list[dict[str, Any]], delimiter: str = ",") -> Pa
         writer.writeheader()
         writer.writerows(content)
     return path
-
-
-def tabs(path: Path, content: list[dict[str, Any]]) -> Path:
-    return cells(path, content, "\t")
 
 
 def parquet(path: Path, content: list[dict[str, Any]]) -> Path:
@@ -144,7 +141,7 @@ WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
     "a list in JSON": (indented, SHARED, "ShareGPT conversations", {}),
     "a list of data": (wrapped, CHATS, "messages", {}),
     "CSV": (cells, ALPACA, "Alpaca instructions", {}),
-    "TSV": (tabs, QUESTIONS, "questions and answers", {}),
+    "TSV": (partial(cells, delimiter="\t"), QUESTIONS, "questions and answers", {}),
     "Parquet": (parquet, SHARED, "ShareGPT conversations", {}),
     "JSONL in gzip": (packed(lines), CHATS, "messages", {}),
     "JSON in gzip": (packed(indented), SHARED, "ShareGPT conversations", {}),

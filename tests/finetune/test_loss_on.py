@@ -37,13 +37,8 @@ def batch_of(recipe: Recipe, tokens: Tokens, tokenizer: Any, base: Any, count: i
     return _collator(recipe, base, tokenizer.pad_token_id, length)(last)
 
 
-@pytest.fixture(scope="module")
-def base(model: Path) -> Any:
-    return tiny.load_base(model, dtype=torch.float32, quantize=False)
-
-
 @pytest.mark.parametrize("packing", [False, True])
-def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: Any) -> None:
+def test_padding_is_never_learnt(packing: bool, model: Path, data: Path) -> None:
     """The padding token is the end of text, which is learnt where a document ends with it."""
     said: dict[str, Any] = {"training__packing": packing, "training__max_length": 80}
     recipe, _, tokenizer, tokens = made(
@@ -51,6 +46,7 @@ def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: A
     )
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     count = 4 if not packing else 1
+    base = tiny.load_base(model, dtype=torch.float32, quantize=False)
     batch = batch_of(recipe, tokens, tokenizer, base, count)
     labels, ids = batch["labels"], batch["input_ids"]
     assert ids.shape[1] % 16 == 0

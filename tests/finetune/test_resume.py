@@ -21,11 +21,12 @@ from poros.reporting.events import read_run
 from tests.children import run_forked
 from tests.damage import tensors
 from tests.finetune.subjects import (
-    SHORT,
+    NUM_STEPS,
     Broken,
     Trained,
     at_step,
     break_at,
+    in_four_steps,
     recipe_of,
     rows,
     run,
@@ -33,20 +34,9 @@ from tests.finetune.subjects import (
     write_rows,
 )
 
-NUM_STEPS, SAVE_EVERY = 4, 1
-
 
 def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
-    return {
-        "model__source": model,
-        "data__source": data / "completions.jsonl",
-        **SHORT,
-        "training__max_steps": NUM_STEPS,
-        "training__gradient_accumulation_steps": 1,
-        "memory__slots": 2,
-        "training__save_steps": SAVE_EVERY,
-        "output__folder": out,
-    }
+    return in_four_steps(model, data / "completions.jsonl") | {"output__folder": out}
 
 
 @pytest.fixture
@@ -256,8 +246,6 @@ def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     options = options_for(model, data, folder / "run") | {
         "data__source": data / "messages.jsonl",
         "data__chat_template": folder / "own.jinja",
-        "training__max_steps": 4,
-        "training__gradient_accumulation_steps": 1,
     }
     recipe = recipe_of(**options)
     with pytest.MonkeyPatch.context() as patch:

@@ -55,6 +55,17 @@ def model_of(
     return model
 
 
+def write_layers(folder: Path, num_layers: int, hidden_size: int = 1024, **fields: int) -> Path:
+    """A checkpoint with layers of a real size; ``fields`` are those of its configuration."""
+    config = tiny.small_config(
+        "qwen2", num_layers=num_layers, hidden_size=hidden_size, dropout=0.05
+    )
+    for name, value in fields.items():
+        setattr(config, name, value)
+    tiny.write_checkpoint(config, folder, dtype=BF16)
+    return folder
+
+
 def trained(model: Model) -> list[Any]:
     return [each for each in model.parameters() if each.requires_grad]
 

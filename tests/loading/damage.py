@@ -26,24 +26,21 @@ class Case:
     """One damage, and what must come of it.
 
     Args:
-        name: Of the case.
-        base: What is damaged: "files" (a checkpoint of two shards that is no model's), or one of
-            ``Kinds.damaged``: "dense", "moe", "4bit", "4bit single", "store".
         break_it: Does it, to a copy in a folder.
         says: What the error has to say, as a pattern. None: it is no damage, and what is loaded has
             the bytes of ``from_pretrained``.
+        base: What is damaged: "files" (a checkpoint of two shards that is no model's), or one of
+            ``Kinds.damaged``: "dense", "moe", "4bit", "4bit single", "store".
         file: Which the error has to name; "." is the folder.
         tensor: Which the error has to name.
         source: What is opened, relative to the folder.
-        error: Of that kind.
-        options: Of ``poros.load``.
         planned: ``poros.plan`` refuses it too.
     """
 
     name: str
-    base: str
     break_it: Break
     says: str | None
+    base: str
     file: str | None = None
     tensor: str | None = None
     source: str = "."

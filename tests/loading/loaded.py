@@ -120,7 +120,7 @@ class Kinds:
 
 
 def standard(
-    path: Path, config: BitsAndBytesConfig | None, dtype: torch.dtype = torch.bfloat16
+    path: Path, config: BitsAndBytesConfig | None, dtype: torch.dtype | str = torch.bfloat16
 ) -> Any:
     """What a user loads without Poros."""
     # An explicit None would switch off what the checkpoint says.
@@ -234,7 +234,3 @@ def copy_of(path: Path, to: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(path / name, to)
     return to
-
-
-def is_mapped(path: Path) -> bool:
-    return str(path) in Path("/proc/self/maps").read_text()

@@ -24,7 +24,7 @@ from poros.loaders.load import load
 from tests.loading.cases import FILES, MODELS, STORES
 from tests.loading.checkpoints import FIRST, mappings, open_files, write_sharded
 from tests.loading.damage import Case, pickled
-from tests.loading.loaded import Kinds, differences, is_mapped, quantization, standard
+from tests.loading.loaded import Kinds, differences, quantization, standard
 from tests.support import num_arenas
 
 CASES = [*FILES, *MODELS, *STORES]
@@ -83,7 +83,7 @@ def test_a_load_is_refused_or_has_the_bytes_of_from_pretrained(
             assert not Counter(open_files()) - before
             assert mappings(folder) == []
         del caught  # its traceback holds what was loaded so far
-    assert comes_true(lambda: not is_mapped(folder) and num_arenas() == memory)
+    assert comes_true(lambda: mappings(folder) == [] and num_arenas() == memory)
     assert torch.get_default_dtype() == torch.float32 and not (folder / "trace").exists()
 
 

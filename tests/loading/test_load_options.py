@@ -75,20 +75,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@pytest.fixture
-def places(kinds: Kinds, tmp_path: Path) -> dict[str, Path]:
-    packed = kinds.packed(bnb_4bit_use_double_quant=False)
-    found = {"checkpoint": kinds.dense(), "store": kinds.store(), "4-bit single": packed}
-    return {**found, "new": tmp_path / "new"}
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [(source, *row) for source, rows in REFUSED.items() for row in rows],
     ids=str,
 )
 def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
-    places: dict[str, Path],
+    kinds: Kinds,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     source: str,
     options: dict[str, Any],
@@ -97,6 +91,9 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
     def fail(*_: Any) -> None:
         raise RuntimeError("read")
 
+    packed = kinds.packed(bnb_4bit_use_double_quant=False)
+    places = {"checkpoint": kinds.dense(), "store": kinds.store(), "4-bit single": packed}
+    places["new"] = tmp_path / "new"
     monkeypatch.setattr("poros.loaders.checkpoint.Checkpoint.fetch", fail)
     if "store" in options:
         options = {**options, "store": options["store"].format(**places)}

@@ -83,13 +83,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def pixels(family: str, num_images: int, generator: torch.Generator) -> Batch:
-    """The images of a batch, by the names and in the shapes of the family's processor.
-
-    Args:
-        family: A name of ``FAMILIES``.
-        num_images: Of all rows together.
-        generator: Draws them.
-    """
+    """The images of a batch, by the names and in the shapes of the family's processor."""
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)

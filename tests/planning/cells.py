@@ -123,11 +123,7 @@ class OperatorBytes(TorchDispatchMode):
     """Bytes of what operators make, while anybody holds it: storages that no argument has.
 
     What kernels allocate inside does not count, but for the weight that a 4-bit product makes
-    dense: two elements a byte.
-
-    Attributes:
-        now: After the last operator.
-        peak: At most so far.
+    dense: two elements a byte. ``now`` is after the last operator, ``peak`` at most so far.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,6 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from packaging.version import Version
-from peft import LoraConfig
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer
 from trl import SFTConfig, SFTTrainer
@@ -101,15 +100,10 @@ class ByTheModelsLoss(SFTTrainer):  # type: ignore[misc]
 
 def plain(out: Path, model: Path, rows: Dataset, processing: Any, recipe: Any, **more: Any) -> Any:
     fields = {"assistant_only_loss": recipe.data.loss_on != "all", "packing": False, **more}
-
-    def adapter(base: Any) -> LoraConfig:
-        config: Any = adapter_config(recipe)
-        return config
-
     return by_trl(
         *(out, model, ByTheModelsLoss, SFTConfig, rows, processing),
         auto_class=AutoModelForImageTextToText,
-        adapter=adapter,
+        adapter=adapter_config(recipe),
         fields=fields,
     )
 

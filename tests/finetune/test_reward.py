@@ -38,7 +38,7 @@ def plain(out: Path, model: Path, made: list[dict[str, Any]], **fields: Any) -> 
         AutoTokenizer.from_pretrained(model),
         auto_class=SCORE,
         num_labels=1,
-        adapter=lambda base: LoraConfig(
+        adapter=LoraConfig(
             r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="SEQ_CLS"
         ),
         fields=fields,

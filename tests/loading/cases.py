@@ -341,7 +341,9 @@ STORES = [
     stored("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
     stored("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
     stored(
-        "a source with escapes", manifest(lambda s: _origin(s).update(fingerprint=ESCAPES)), None
+        "a source with escapes",
+        manifest(lambda s: s["about"]["origin"].update(fingerprint=ESCAPES)),
+        None,
     ),
     stored("a config without end", sparse(CONFIG, 10**12), "expected 1 to 268435456 bytes"),
     stored("dtype of int8", about(dtype="int8"), "manifest that makes sense"),
@@ -365,11 +367,6 @@ def _first(store: dict[str, Any], layer: int, name: str | None = None) -> str:
     spec = store["layouts"][layer][0]
     spec[0] = name or spec[0]
     return str(spec[0])
-
-
-def _origin(store: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = store["about"]["origin"]
-    return found
 
 
 def _blocksize(store: dict[str, Any], num_elements: int) -> None:

@@ -327,7 +327,8 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
         ("model", "rows.jsonl", "--set", "seed=1"), "--set: seed", "did you mean training.seed",
     ),
     "adapter": (
-        ("trained", "rows.jsonl"), "MODEL: expected a folder with a config.json", "give its base",
+        ("trained", "rows.jsonl"), "MODEL: expected a folder with a config.json",
+        "of an adapter or a run give its base",
     ),
     # transformers makes a tokenizer that knows no words.
     "no tokenizer": (("bare", "rows.jsonl"), "expected a tokenizer", "copy tokenizer.json"),

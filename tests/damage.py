@@ -64,8 +64,6 @@ NO_JSON: dict[str, Damage] = {
 
 
 def field(*path: str | int, to: object) -> Damage:
-    """Another value somewhere in a JSON file."""
-
     def change(file: Path) -> None:
         content = inner = json.loads(file.read_text())
         for each in path[:-1]:
@@ -77,8 +75,6 @@ def field(*path: str | int, to: object) -> Damage:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
-    """Other tensors in a safetensors file."""
-
     def rewrite(file: Path) -> None:
         found = load_file(file)
         change(found)

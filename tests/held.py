@@ -105,6 +105,5 @@ class OutOfOrder(CudaStreams):
         return event
 
     def release(self) -> None:
-        """Let the device go on."""
         self._gate.open()
         self._is_held, self._is_over = False, True

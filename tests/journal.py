@@ -8,8 +8,6 @@ from poros.slots.schedule import Phase, missing, predict
 
 
 class Action(NamedTuple):
-    """One step of a walk."""
-
     kind: str
     """``prefetch`` queues a copy; ``acquire`` waits for it; ``release`` ends the compute."""
     block: int
@@ -76,5 +74,4 @@ def training_visits(num_blocks: int, num_steps: int) -> Iterator[tuple[int, Phas
 
 
 def count(actions: Iterable[Action], kind: str) -> int:
-    """How often ``kind`` occurs."""
     return sum(action.kind == kind for action in actions)

@@ -31,8 +31,6 @@ STREAM_METHODS = ("wait_event", "wait_stream", "record_stream", "record")
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of one function."""
-
     module: str
     function: str
     """Qualified name inside the module, such as ``BlockManager.acquire``."""

@@ -36,14 +36,7 @@ Prepare = Callable[..., Any]
 def trainer_arguments(
     output_dir: str | Path, kind: "type[TrainingArguments] | None" = None, **overrides: Any
 ) -> "TrainingArguments":
-    """Build quiet ``TrainingArguments`` for a short run on the GPU if there is one.
-
-    Args:
-        output_dir: Where checkpoints go.
-        kind: A subclass of them, such as TRL's.
-        **overrides: Fields of ``TrainingArguments``, such as ``bf16``, ``max_steps`` or
-            ``gradient_accumulation_steps``.
-    """
+    """Build quiet ``TrainingArguments``, or TRL's, for a short run on the GPU if there is one."""
     from transformers import TrainingArguments
 
     from poros.accumulation.trainer import on_one_gpu
@@ -82,8 +75,7 @@ def train_with_trainer(
         train_dataset: Rows that the Trainer's default collator takes (mappings of 1-d tensors).
         eval_dataset: Evaluated when ``arguments`` says so; each loss is recorded.
         resume_from: A checkpoint folder of the Trainer to continue from.
-        trainer_class: A subclass of the Trainer, such as TRL's.
-        **options: Its other arguments.
+        trainer_class: A subclass of the Trainer, such as TRL's, which takes the ``options``.
 
     Returns:
         The trajectory; its steps are numbered as the Trainer numbers them, from 0, so those of a
@@ -255,10 +247,10 @@ class Arms:
         return self.folder / name / f"checkpoint-{step}"
 
 
-def check_not_vacuous(run: Trajectory, num_steps: int = NUM_STEPS) -> None:
+def check_not_vacuous(run: Trajectory) -> None:
     """Equal runs show something only if there is something in them."""
     num_adapters = 2 * 7 * NUM_LAYERS
-    assert [step.index for step in run.steps] == list(range(num_steps))
+    assert [step.index for step in run.steps] == list(range(NUM_STEPS))
     for step in run.steps:
         assert len(step.losses) == ACCUMULATION
         assert step.grad_norm is not None and float(step.grad_norm) > 0
@@ -266,7 +258,7 @@ def check_not_vacuous(run: Trajectory, num_steps: int = NUM_STEPS) -> None:
             assert len(kept) == num_adapters
             assert all(bool(tensor.any()) for tensor in kept.values())
     losses = [float(each.tensor) for each in run.extras if "evaluation loss" in each.name]
-    assert len(losses) == num_steps // EVAL_EVERY
+    assert len(losses) == NUM_STEPS // EVAL_EVERY
     assert len(set(losses)) == len(losses), "an evaluation that sees no training shows nothing"
     assert sum("file adapter_" in each.name for each in run.extras) == 2
 
@@ -320,15 +312,7 @@ class TrlArms:
     """Runs a trainer on a resident and on a prepared model, made from equal bytes.
 
     Attributes:
-        folder: Where the outputs go.
-        trainer_class: Of TRL.
-        arguments_class: Its arguments.
-        rows: The training rows.
-        quantize: Whether the base is NF4.
-        device: Where both arms run.
-        num_steps: Of a run.
         auto_class: As in ``poros.load``; with a head for one class.
-        eval_rows: Rows to evaluate on.
         trainer: That of the latest run.
     """
 

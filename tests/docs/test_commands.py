@@ -27,8 +27,6 @@ NOT_RUN = {"console", "json", "yaml", "text"}
 
 
 class Block(NamedTuple):
-    """Fenced lines of a page."""
-
     page: Path
     line: int
     language: str
@@ -69,10 +67,7 @@ def unlike(found: list[Block]) -> list[Block]:
 
 ALL = [block for page in PAGES for block in blocks(page)]
 COMMANDS = unlike([block for block in ALL if block.language == "sh"])
-LONG = {
-    *("choosing", "settings", "multimodal", "coming-from", "report"),
-    *("preferences", "data"),
-}
+LONG = {*("choosing", "settings", "multimodal", "coming-from", "report"), *("preferences", "data")}
 """Pages whose commands `make test` checks by a dry run, as others train in the same way."""
 SCRIPTS = [block for block in ALL if block.language == "python"]
 RECIPES = [block for block in ALL if block.language == "yaml"]

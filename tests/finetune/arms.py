@@ -28,10 +28,7 @@ def adapter(**said: Any) -> Row:
     return "text", {f"adapter__{name}": value for name, value in said.items()}
 
 
-RESTARTS = {
-    "lr_scheduler_type": "cosine_with_restarts",
-    "lr_scheduler_kwargs": {"num_cycles": 2},
-}
+RESTARTS = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
 MOMENTUM = {"optim": "rmsprop", "optim_args": "momentum=0.5"}
 PATTERNS = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 32}}
 EVALUATED = {"data__validation": 0.04, "training__eval_steps": 1}
@@ -54,10 +51,7 @@ RECIPES: dict[str, Row] = {
         {**EVALUATED, "training__warmup_steps": 0.5, "training__max_steps": 3},
     ),
     "bfloat16 adapter": adapter(dtype="bfloat16"),
-    "bfloat16 adapter, bf16": (
-        "text",
-        {"adapter__dtype": "bfloat16", "training__bf16": True},
-    ),
+    "bfloat16 adapter, bf16": ("text", {"adapter__dtype": "bfloat16", "training__bf16": True}),
     "dense base": ("text", {"model__quantization": "none"}),
     "validation": ("completions", {"data__validation": 0.1, "training__eval_steps": 1}),
     # What is passed on to TRL, and to PEFT.
@@ -110,10 +104,7 @@ RECIPES: dict[str, Row] = {
         **PATTERNS,
     ),
 }
-FAST = (
-    *("dpo", "warmed up and evaluated"),
-    *("several at once", "several kinds at once"),
-)
+FAST = (*("dpo", "warmed up and evaluated"), *("several at once", "several kinds at once"))
 """What the others have, these have, or the tests beside them."""
 
 

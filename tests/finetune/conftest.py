@@ -9,7 +9,6 @@ pytest.importorskip("trl", reason="poros finetune trains with TRL")
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint."""
     from tests.finetune.subjects import write_model
 
     return write_model(tmp_path_factory.mktemp("checkpoint") / "tiny")

@@ -11,9 +11,10 @@ from peft import get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
-from poros.finetune.data import read_data
+from poros.finetune.data import Rows, read_data
 from poros.finetune.resuming import inspect_run_dir
 from poros.finetune.run import finetune
+from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import Stopping
 from poros.gates import tiny
 from poros.recipes.checks import checked
@@ -28,6 +29,22 @@ SHORT: dict[str, Any] = {
     "adapter__lora_dropout": 0.1,
 }
 """Of recipes whose rows have a few tokens."""
+
+NUM_STEPS = 4
+
+
+def in_four_steps(model: Path, rows: Path) -> dict[str, Any]:
+    """A recipe that saves at each step, for runs that are interrupted."""
+    return {
+        "model__source": model,
+        "data__source": rows,
+        **SHORT,
+        "training__max_steps": NUM_STEPS,
+        "training__gradient_accumulation_steps": 1,
+        "memory__slots": 2,
+        "training__save_steps": 1,
+    }
+
 
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -59,7 +76,6 @@ def rows(form: str, count: int = 200) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, content: str | list[dict[str, Any]], count: int = 200) -> Path:
-    """Write rows, or so many of a form."""
     if isinstance(content, str):
         content = rows(content, count)
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -139,8 +155,6 @@ def plain_base(source: Any, kind: Any = AutoModelForCausalLM, **options: Any) ->
 
 
 class Trained(NamedTuple):
-    """What a run has left."""
-
     adapter: bytes
     losses: list[float]
     said: str
@@ -150,6 +164,16 @@ def recipe_of(**said: object) -> Recipe:
     """A recipe from settings: ``training__max_steps=3``."""
     flags = {key.replace("__", "."): str(value) for key, value in said.items()}
     return checked(read_recipe(None, flags))
+
+
+def tokens_of(model: Path, source: object, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
+    """Of rows under ChatML, unless another template is named; and what they are made with."""
+    said = {"data__chat_template": "chatml", **said}
+    recipe = recipe_of(model__source=model, data__source=source, **said)
+    found, _ = read_data(recipe)
+    tokenizer = load_tokenizer(recipe, found.form)
+    settled = found.settled(has_template=bool(tokenizer.chat_template))
+    return recipe, found, tokenizer, tokenize(settled, tokenizer, recipe)
 
 
 def run(recipe: Recipe) -> Trained:

@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pytest
@@ -156,14 +155,33 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     ),
     "text for images": ([json.dumps({**CHAT, "images": ""})], 1, "a list of paths", "write it"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
+    "text for a label": (
+        ['{"prompt": "a", "completion": "b", "label": "true"}'],
+        1,
+        "'true'",
+        "which CSV cannot",
+    ),
+    "number for a label": (
+        ['{"prompt": "a", "completion": "b", "label": 1}'], 1, "label: expected true", "write",
+    ),
+    "empty prompt of a pair": (
+        ['{"prompt": "", "chosen": "a", "rejected": "b"}'], 1, "prompt: expected a text", "fill",
+    ),
 }  # fmt: skip
+METHODS = {"number for a label": "kto", "text for a label": "kto", "empty prompt of a pair": "dpo"}
+"""Of rows that are not for sft."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with something that looks like a model, and good rows."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name, content in {
+        "model/config.json": "{}",
+        "trained/adapter_config.json": "{}",
+        "bare/config.json": '{"model_type": "qwen2"}',
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
     (tmp_path / "rows.jsonl").write_text(GOOD + "\n")
     (tmp_path / "latin.jinja").write_bytes("caf\u00e9".encode("latin-1"))
     monkeypatch.chdir(tmp_path)
@@ -197,12 +215,17 @@ def test_a_bad_recipe(case: str, place: Path) -> None:
     assert_said(refused(place, "recipe.yaml"), f"recipe.yaml:{line}:", what, remedy)
 
 
+def joined(lines: list[str | bytes]) -> bytes:
+    return b"\n".join(each.encode() if isinstance(each, str) else each for each in lines)
+
+
 @pytest.mark.parametrize("case", ROWS)
 def test_bad_rows(case: str, place: Path) -> None:
     lines, line, what, remedy = ROWS[case]
-    raw = [each.encode() if isinstance(each, str) else each for each in lines]
-    (place / "rows.jsonl").write_bytes(b"\n".join(raw) + b"\n")
-    assert_said(refused(place, "model", "rows.jsonl"), f"rows.jsonl:{line}:", what, remedy, None)
+    (place / "rows.jsonl").write_bytes(joined(lines) + b"\n")
+    said = refused(place, "model", "rows.jsonl", "--method", METHODS.get(case, "sft"))
+    number = 1 if case in METHODS else None
+    assert_said(said, f"rows.jsonl:{line}:", what, remedy, number)
 
 
 # Whether these are right, only the libraries know.
@@ -221,10 +244,9 @@ def test_bad_recipes_and_rows_are_refused_before_anything_slow_is_imported(place
     for number, case in enumerate(sorted(RECIPES.keys() - ASK_LIBRARIES)):
         (place / f"{number}.yaml").write_text(START + RECIPES[case][0])
         commands.append(f"finetune {number}.yaml")
-    for number, (lines, *_) in enumerate(ROWS.values()):
-        raw = [each.encode() if isinstance(each, str) else each for each in lines]
-        (place / f"{number}.jsonl").write_bytes(b"\n".join(raw))
-        commands.append(f"finetune model {number}.jsonl")
+    for number, (case, (lines, *_)) in enumerate(ROWS.items()):
+        (place / f"{number}.jsonl").write_bytes(joined(lines))
+        commands.append(f"finetune model {number}.jsonl --method {METHODS.get(case, 'sft')}")
     results = run_apart(commands, place)
     assert len(results) == len(commands) > 40
     for command, (exit_code, output, slow) in zip(commands, results, strict=True):
@@ -262,7 +284,6 @@ def parquet() -> bytes:
 
 
 def saved(state: bytes) -> dict[str, bytes]:
-    """A folder as of save_to_disk, damaged."""
     return {"state.json": state, "dataset_info.json": b"{}"}
 
 
@@ -345,6 +366,12 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "set without a section": (
         ("model", "rows.jsonl", "--set", "seed=1"), "--set: seed", "did you mean training.seed",
     ),
+    "adapter": (
+        ("trained", "rows.jsonl"), "MODEL: expected a folder with a config.json",
+        "of an adapter or a run give its base",
+    ),
+    # transformers makes a tokenizer that knows no words.
+    "no tokenizer": (("bare", "rows.jsonl"), "expected a tokenizer", "copy tokenizer.json"),
     "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),
 }  # fmt: skip
 
@@ -353,22 +380,6 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
 def test_bad_flags(case: str, place: Path) -> None:
     command, what, remedy = FLAGS[case]
     assert_said(refused(place, *command), what, what, remedy, None)
-
-
-@pytest.mark.parametrize(
-    ("method", "row", "what", "remedy"),
-    [
-        ("kto", {"prompt": "a", "completion": "b", "label": 1}, "label: expected true", "write"),
-        ("kto", {"prompt": "a", "completion": "b", "label": "true"}, "'true'", "which CSV cannot"),
-        ("dpo", {"prompt": "", "chosen": "a", "rejected": "b"}, "prompt: expected a text", "fill"),
-    ],
-)
-def test_bad_rows_of_other_methods(
-    method: str, row: dict[str, Any], what: str, remedy: str, place: Path
-) -> None:
-    (place / "rows.jsonl").write_text(json.dumps(row))
-    said = refused(place, "model", "rows.jsonl", "--method", method)
-    assert_said(said, "rows.jsonl:1:", what, remedy)
 
 
 def test_all_problems_are_told_at_once(place: Path) -> None:
@@ -421,17 +432,3 @@ def test_a_flag_replaces_what_a_recipe_says_in_another_way(place: Path) -> None:
     assert "num_train_epochs" not in said.output and "vram" not in said.output
     both = ("--steps", "5", "--epochs", "2", "--print-recipe")
     assert poros_command("finetune", "recipe.yaml", *both).exit_code == 2
-
-
-def test_an_adapter_is_not_a_base(place: Path) -> None:
-    (place / "trained").mkdir()
-    (place / "trained" / "adapter_config.json").write_text("{}")
-    said = refused(place, "trained", "rows.jsonl")
-    assert_said(said, "MODEL: expected a folder with a config.json", "adapter", "give its base")
-
-
-def test_a_base_without_a_tokenizer(place: Path) -> None:
-    """transformers makes one that knows no words."""
-    (place / "model" / "config.json").write_text('{"model_type": "qwen2"}')
-    said = refused(place, "model", "rows.jsonl")
-    assert_said(said, "model", "expected a tokenizer", "copy tokenizer.json")

@@ -26,7 +26,7 @@ from poros.io.writing import require_file
 from tests.command import poros_command
 from tests.covers import with_slow
 from tests.damage import ANY, NO_JSON, Damage, field
-from tests.finetune.subjects import SHORT, at_step, break_at, recipe_of, run, write_model
+from tests.finetune.subjects import at_step, break_at, in_four_steps, recipe_of, run, write_model
 
 MOST_SECONDS = 20
 
@@ -43,16 +43,8 @@ class Interrupted(NamedTuple):
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Interrupted]:
     folder = tmp_path_factory.mktemp("interrupted")
-    options = {
-        "model__source": write_model(folder / "model", layers=2),
-        "data__source": data / "completions.jsonl",
-        **SHORT,
-        "adapter__r": 2,
-        "training__max_steps": 4,
-        "training__gradient_accumulation_steps": 1,
-        "memory__slots": 2,
-        "training__save_steps": 1,
-    }
+    model = write_model(folder / "model", layers=2)
+    options = in_four_steps(model, data / "completions.jsonl")
     adapter = run(recipe_of(**options, output__folder=folder / "whole")).adapter
     with pytest.MonkeyPatch.context() as patch:
         break_at(patch, recipe_of(**options, output__folder=folder / "run"), 3)
@@ -108,7 +100,6 @@ LISTED = {
 
 
 def event(**values: object) -> Damage:
-    """One more line of events."""
     line = json.dumps({"event": "log", "step": 9, "loss": 1.0, "time": 1.0, **values})
     return lambda file: file.write_text(f"{file.read_text()}{line}\n")
 
@@ -166,7 +157,6 @@ def damaged(folder: Path, cell: tuple[str, str], cells: dict[tuple[str, str], Da
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All regular files below a folder."""
     return {
         str(file.relative_to(folder)): file.read_bytes()
         for file in folder.rglob("*")
@@ -250,7 +240,6 @@ def test_a_checkpoint_that_cannot_be_read_stays(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", "size=4m", "poros-test", str(folder)]

@@ -5,6 +5,7 @@ import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from poros.errors import DataFormatError
-from poros.finetune.data import Rows, read_data
-from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
+from poros.finetune.data import read_data
+from poros.finetune.tokens import Tokens
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import recipe_of, sentence, write_rows
+from tests.finetune.subjects import recipe_of, sentence, tokens_of, write_rows
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 
@@ -67,10 +68,6 @@ def cells(path: Path, content: list[dict[str, Any]], delimiter: str = ",") -> Pa
     return path
 
 
-def tabs(path: Path, content: list[dict[str, Any]]) -> Path:
-    return cells(path, content, "\t")
-
-
 def parquet(path: Path, content: list[dict[str, Any]]) -> Path:
     path = path.with_name(f"{path.name} [*].parquet")
     Dataset.from_list(content).to_parquet(str(path))
@@ -98,19 +95,15 @@ def saved_splits(path: Path, content: list[dict[str, Any]]) -> Path:
     return path
 
 
-def folder(path: Path, content: list[dict[str, Any]]) -> Path:
-    path.mkdir()
-    (path / "README.md").write_text("two files")
-    lines(path / "a", content[:7])
-    lines(path / "b", content[7:])
-    return path
+def folder_of(write: Write) -> Write:
+    def two_files(path: Path, content: list[dict[str, Any]]) -> Path:
+        path.mkdir()
+        (path / "README.md").write_text("two files")
+        write(path / "a", content[:7])
+        write(path / "b", content[7:])
+        return path
 
-
-def folder_of_parquet(path: Path, content: list[dict[str, Any]]) -> Path:
-    path.mkdir()
-    parquet(path / "a", content[:7])
-    parquet(path / "b", content[7:])
-    return path
+    return two_files
 
 
 def repository(path: Path, content: list[dict[str, Any]]) -> Path:
@@ -148,15 +141,15 @@ WAYS: dict[str, tuple[Write, list[dict[str, Any]], str, dict[str, str]]] = {
     "a list in JSON": (indented, SHARED, "ShareGPT conversations", {}),
     "a list of data": (wrapped, CHATS, "messages", {}),
     "CSV": (cells, ALPACA, "Alpaca instructions", {}),
-    "TSV": (tabs, QUESTIONS, "questions and answers", {}),
+    "TSV": (partial(cells, delimiter="\t"), QUESTIONS, "questions and answers", {}),
     "Parquet": (parquet, SHARED, "ShareGPT conversations", {}),
     "JSONL in gzip": (packed(lines), CHATS, "messages", {}),
     "JSON in gzip": (packed(indented), SHARED, "ShareGPT conversations", {}),
     "CSV in gzip": (packed(cells), ALPACA, "Alpaca instructions", {}),
     "a saved data set": (saved, CHATS, "messages", {}),
     "saved splits": (saved_splits, ALPACA, "Alpaca instructions", {}),
-    "a folder": (folder, CHATS, "messages", {}),
-    "a folder of Parquet": (folder_of_parquet, SHARED, "ShareGPT conversations", {}),
+    "a folder": (folder_of(lines), CHATS, "messages", {}),
+    "a folder of Parquet": (folder_of(parquet), SHARED, "ShareGPT conversations", {}),
     "a data set by name": (
         repository, SHARED, "ShareGPT conversations", {"config": "other", "split": "held"},
     ),
@@ -170,18 +163,9 @@ def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def made(model: Path, source: object, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
-    said = {"data__chat_template": "chatml", **said}
-    recipe = recipe_of(model__source=model, data__source=source, **said)
-    found, _ = read_data(recipe)
-    tokenizer = load_tokenizer(recipe, found.form)
-    settled = found.settled(has_template=bool(tokenizer.chat_template))
-    return recipe, found, tokenizer, tokenize(settled, tokenizer, recipe)
-
-
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
-    return made(model, lines(tmp_path_factory.mktemp("expected") / "rows", CHATS))[-1]
+    return tokens_of(model, lines(tmp_path_factory.mktemp("expected") / "rows", CHATS))[-1]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -191,7 +175,7 @@ def test_the_tokens_are_those_of_messages(
     write, content, title, chosen = WAYS[way]
     source = write(tmp_path / "rows", content)
     said = {f"data__{name}": value for name, value in chosen.items()}
-    _, found, _, tokens = made(model, source, **said)
+    _, found, _, tokens = tokens_of(model, source, **said)
     assert tokens.columns == expected.columns
     assert found.read == ((title, COUNT),)
     assert found.unused == (("text",) if content is ALPACA else ())
@@ -212,19 +196,19 @@ def test_instructions_follow_the_model_and_the_rows_beside_them(
     source = lines(tmp_path / "rows", [row])
     prompt = "a slot\n\na block"
     turns = [{"role": "system", "content": "wait"}, *chat(prompt, "its turn")["messages"]]
-    _, _, tokenizer, tokens = made(model, source)
+    _, _, tokenizer, tokens = tokens_of(model, source)
     chats = lines(tmp_path / "chat", [{"messages": turns}])
-    assert tokens.columns == made(model, chats)[-1].columns
+    assert tokens.columns == tokens_of(model, chats)[-1].columns
     for loss_on, is_same in (("assistant", True), ("completion", True), ("all", False)):
-        found = made(model, source, data__loss_on=loss_on)[-1]
+        found = tokens_of(model, source, data__loss_on=loss_on)[-1]
         assert (found.columns == tokens.columns) == is_same
-    *_, plain = made(model, source, data__chat_template="model")
+    *_, plain = tokens_of(model, source, data__chat_template="model")
     ends = [{"prompt": f"wait\n\n{prompt}\n\n", "completion": "its turn"}]
     written = lines(tmp_path / "plain", ends)
-    assert plain.columns == made(model, written, data__chat_template="model")[-1].columns
+    assert plain.columns == tokens_of(model, written, data__chat_template="model")[-1].columns
     assert tokenizer.decode(list(plain.columns["input_ids"][0])).startswith("wait\n\na slot\n\na b")
     with pytest.raises(DataFormatError, match="a chat template for rows of messages"):
-        made(model, source, data__chat_template="model", data__loss_on="assistant")
+        tokens_of(model, source, data__chat_template="model", data__loss_on="assistant")
     for beside, form in ((chats, "messages"), (written, "completions")):
         for sources in ([source, beside], [beside, source]):
             train, _ = read_data(mixed(tmp_path, model, source=sources))
@@ -332,7 +316,7 @@ def test_several_processes_tell_what_is_wrong_with_rows(model: Path, tmp_path: P
     source = lines(tmp_path / "rows", content)
     for more in ({}, {"training__dataset_num_proc": 2}):
         with pytest.raises(DataFormatError) as error:
-            made(model, source, data__chat_template=template, **more)
+            tokens_of(model, source, data__chat_template=template, **more)
         told = str(error.value).splitlines()
         assert len(told) == 2 and all("x is out" in each for each in told)
         assert f"rows.jsonl:{COUNT + 1}: " in told[0]

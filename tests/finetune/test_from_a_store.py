@@ -69,7 +69,6 @@ def named_by(adapter: Path) -> dict[str, Any]:
 
 
 def assert_merged(merged: Path, base: Path, adapter: Path) -> None:
-    """The weights are those of PEFT's own merge."""
     dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     expected = PeftModel.from_pretrained(dense, adapter).merge_and_unload().state_dict()
     found = load_file(merged / "model.safetensors")

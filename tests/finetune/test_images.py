@@ -15,14 +15,13 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from packaging.version import Version
-from peft import LoraConfig
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune.adapters import adapter_config
-from poros.finetune.data import read_data
+from poros.finetune.data import Rows, read_data
 from tests.command import poros_command, text
 from tests.finetune.arms import COMMON, streamed_as_resident
 from tests.finetune.processors import write_processor
@@ -86,10 +85,7 @@ def for_trl(file: Path) -> Dataset:
         text = text[1]["text"] if isinstance(text, list) else text
         parts = [{"type": "image", "text": None}] * has_one + [{"type": "text", "text": text}]
         answer = [{"type": "text", "text": row["messages"][1]["content"]}]
-        messages = [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": answer},
-        ]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         images = [str(file.parent / "pictures" / f"{number}.png")] * has_one
         made.append({"messages": messages, "images": images})
     return Dataset.from_list(made).cast_column("images", ListFeature(ImageFeature()))
@@ -104,15 +100,10 @@ class ByTheModelsLoss(SFTTrainer):  # type: ignore[misc]
 
 def plain(out: Path, model: Path, rows: Dataset, processing: Any, recipe: Any, **more: Any) -> Any:
     fields = {"assistant_only_loss": recipe.data.loss_on != "all", "packing": False, **more}
-
-    def adapter(base: Any) -> LoraConfig:
-        config: Any = adapter_config(recipe)
-        return config
-
     return by_trl(
         *(out, model, ByTheModelsLoss, SFTConfig, rows, processing),
         auto_class=AutoModelForImageTextToText,
-        adapter=adapter,
+        adapter=adapter_config(recipe),
         fields=fields,
     )
 
@@ -142,8 +133,7 @@ PATTERN = r".*(language_model|vision_tower).*(q_proj|v_proj|fc1)"
 
 
 @pytest.mark.parametrize(
-    ("loss_on", "targets"),
-    [pytest.param("auto", PATTERN, marks=marked), ("all", "all-linear")],
+    ("loss_on", "targets"), [pytest.param("auto", PATTERN, marks=marked), ("all", "all-linear")]
 )
 def test_streamed_equals_trl_on_a_resident_model(
     loss_on: str, targets: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,28 +276,25 @@ def test_an_older_transformers_that_marks_no_answers_is_refused(
 def test_conversations_of_llava(gemma3: Path, tmp_path: Path) -> None:
     """They mark the image's place; without a mark it stands before the first message."""
     picture(1, tmp_path)
-    spoken = [
-        {"from": "human", "value": "<image>\nthe slot"},
-        {"from": "gpt", "value": "its"},
-    ]
+    spoken = [{"from": "human", "value": "<image>\nthe slot"}, {"from": "gpt", "value": "its"}]
     unmarked = [{"from": "human", "value": "the slot"}, spoken[1]]
     made = [
         {"conversations": spoken, "image": "pictures/1.png"},
         {"conversations": unmarked, "images": ["pictures/1.png"]},
         {"conversations": unmarked},
     ]
-    first = read_data(
-        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "a.jsonl", made))
-    )[0]
+
+    def read(name: str, made: list[dict[str, Any]]) -> Rows:
+        source = write_rows(tmp_path / name, made)
+        return read_data(recipe_of(model__source=gemma3, data__source=source))[0]
+
     same = [
         said_of([IMAGE, WORDS]),
         said_of("the slot", images=["pictures/1.png"]),
         said_of("the slot"),
     ]
-    second = read_data(
-        recipe_of(model__source=gemma3, data__source=write_rows(tmp_path / "b.jsonl", same))
-    )[0]
-    assert first.rows == second.rows and first.has_images
+    found = read("a.jsonl", made)
+    assert found.rows == read("b.jsonl", same).rows and found.has_images
     recipe = recipe_of(model__source=gemma3, data__source=tmp_path / "a.jsonl")
     assert announced(recipe).count("<image>") == NUM_TOKENS
 

@@ -12,25 +12,21 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from poros.errors import DataFormatError
-from poros.finetune.data import Rows, read_data
+from poros.finetune.data import Rows
 from poros.finetune.run import _dataset, _row_length
-from poros.finetune.tokens import IGNORED, NAMED, Tokens, load_tokenizer, tokenize
+from poros.finetune.tokens import IGNORED, NAMED, Tokens, tokenize
 from poros.finetune.trainers import Kto, _collator
 from poros.gates import tiny
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import recipe_of, rows, write_model, write_rows
+from tests.finetune.subjects import rows, tokens_of, write_model, write_rows
 
 # ChatML without marks of the assistant's turns, as most models have it.
 UNMARKED = NAMED["chatml"][0].replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 
 
 def made(model: Path, data: Path, form: str, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
-    said = {"data__chat_template": "chatml", "training__pad_to_multiple_of": 16, **said}
     said["training__method"] = {"preferences": "dpo", "labelled": "kto"}.get(form, "sft")
-    recipe = recipe_of(model__source=model, data__source=data / f"{form}.jsonl", **said)
-    found, _ = read_data(recipe)
-    tokenizer = load_tokenizer(recipe, found.form)
-    return recipe, found, tokenizer, tokenize(found, tokenizer, recipe)
+    return tokens_of(model, data / f"{form}.jsonl", training__pad_to_multiple_of=16, **said)
 
 
 def batch_of(recipe: Recipe, tokens: Tokens, tokenizer: Any, base: Any, count: int) -> Any:
@@ -41,13 +37,8 @@ def batch_of(recipe: Recipe, tokens: Tokens, tokenizer: Any, base: Any, count: i
     return _collator(recipe, base, tokenizer.pad_token_id, length)(last)
 
 
-@pytest.fixture(scope="module")
-def base(model: Path) -> Any:
-    return tiny.load_base(model, dtype=torch.float32, quantize=False)
-
-
 @pytest.mark.parametrize("packing", [False, True])
-def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: Any) -> None:
+def test_padding_is_never_learnt(packing: bool, model: Path, data: Path) -> None:
     """The padding token is the end of text, which is learnt where a document ends with it."""
     said: dict[str, Any] = {"training__packing": packing, "training__max_length": 80}
     recipe, _, tokenizer, tokens = made(
@@ -55,6 +46,7 @@ def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: A
     )
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     count = 4 if not packing else 1
+    base = tiny.load_base(model, dtype=torch.float32, quantize=False)
     batch = batch_of(recipe, tokens, tokenizer, base, count)
     labels, ids = batch["labels"], batch["input_ids"]
     assert ids.shape[1] % 16 == 0
@@ -145,7 +137,7 @@ def test_an_answer_to_nothing_and_a_broken_template_are_refused(
 
 @pytest.mark.parametrize("form", ["messages", "completions", "text", "preferences", "labelled"])
 def test_the_tokens_are_those_of_plain_trl(
-    form: str, model: Path, data: Path, base: Any, tmp_path: Path
+    form: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
     _, found, tokenizer, tokens = made(model, data, form)
     options: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}

@@ -29,7 +29,6 @@ sum up tokens in groups, whose sizes change with the routing of others."""
 
 
 def small(family: str) -> Any:
-    """A random model of a family."""
     config = tiny.small_config(family, num_layers=4, hidden_size=64)
     model_class, config = model_class_of(config)
     return model_class._from_config(config, dtype=torch.float32)

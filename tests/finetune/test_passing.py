@@ -14,24 +14,28 @@ from poros.errors import RecipeError
 from poros.finetune.trainers import _OURS
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, named, settings
-from tests.finetune.arms import COMMON, arm
+from tests.finetune import arms
+from tests.finetune.arms import arm
 from tests.finetune.subjects import break_at, recipe_of, run, write_rows
 
 
-def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: Path) -> None:
-    """What is validated on is unlike what is learnt: the best is neither the last nor removed."""
-    unlike = write_rows(tmp_path / "unlike.jsonl", [{"text": "QZ XJ KV " * 3}] * 4)
-    options = {
-        "data__validation": unlike,
-        "training__max_steps": 5,
+def becoming_worse(folder: Path, max_steps: int) -> dict[str, Any]:
+    """Of a run that is validated on what is unlike what it learns, at each step."""
+    return {
+        "data__validation": write_rows(folder / "unlike.jsonl", [{"text": "QZ XJ KV " * 3}] * 4),
+        "memory__slots": 2,
+        "training__max_steps": max_steps,
         "training__learning_rate": 0.5,
         "training__lr_scheduler_type": "constant",
         "training__eval_steps": 1,
         "training__save_steps": 1,
-        "training__load_best_model_at_end": True,
     }
-    folder = tmp_path / "run"
-    found = arm(model, data, folder, "text", memory__slots=2, **options)
+
+
+def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: Path) -> None:
+    """Which is neither the last nor removed."""
+    folder, options = tmp_path / "run", becoming_worse(tmp_path, 5)
+    found = arm(model, data, folder, "text", **options, training__load_best_model_at_end=True)
     state = json.loads((folder / "checkpoint-5" / "trainer_state.json").read_text())
     history = [line for line in state["log_history"] if "eval_loss" in line]
     best = min(history, key=lambda line: line["eval_loss"])
@@ -45,20 +49,8 @@ def test_a_run_that_becomes_no_better_ends(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was interrupted while it did not."""
-    unlike = write_rows(tmp_path / "unlike.jsonl", [{"text": "QZ XJ KV " * 3}] * 4)
-    options: dict[str, Any] = {
-        "model__source": model,
-        "data__source": data / "text.jsonl",
-        "data__validation": unlike,
-        **COMMON,
-        "memory__slots": 2,
-        "training__max_steps": 12,
-        "training__learning_rate": 0.5,
-        "training__lr_scheduler_type": "constant",
-        "training__eval_steps": 1,
-        "training__save_steps": 1,
-        "training__early_stopping_patience": 2,
-    }
+    options = arms.settings(model, data, "text") | becoming_worse(tmp_path, 12)
+    options["training__early_stopping_patience"] = 2
     expected = run(recipe_of(**options, output__folder=tmp_path / "whole"))
     number = len(expected.losses)
     assert number < 12
@@ -88,10 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers of all-linear": ({"adapter__layers_to_transform": [0]}, "PEFT refuses .*target_mod"),
     "an adapter on the head that preferences would not train": (
-        {
-            "training__method": "dpo",
-            "adapter__target_modules": "q_proj,lm_head",
-        },
+        {"training__method": "dpo", "adapter__target_modules": "q_proj,lm_head"},
         "found the head; leave it out",
     ),
     "modules that are not there": (

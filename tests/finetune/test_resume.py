@@ -22,11 +22,12 @@ from poros.reporting.events import read_run
 from tests.children import run_forked
 from tests.damage import tensors
 from tests.finetune.subjects import (
-    SHORT,
+    NUM_STEPS,
     Broken,
     Trained,
     at_step,
     break_at,
+    in_four_steps,
     recipe_of,
     rows,
     run,
@@ -34,20 +35,9 @@ from tests.finetune.subjects import (
     write_rows,
 )
 
-NUM_STEPS, SAVE_EVERY = 4, 1
-
 
 def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
-    return {
-        "model__source": model,
-        "data__source": data / "completions.jsonl",
-        **SHORT,
-        "training__max_steps": NUM_STEPS,
-        "training__gradient_accumulation_steps": 1,
-        "memory__slots": 2,
-        "training__save_steps": SAVE_EVERY,
-        "output__folder": out,
-    }
+    return in_four_steps(model, data / "completions.jsonl") | {"output__folder": out}
 
 
 @pytest.fixture
@@ -57,7 +47,6 @@ def options(model: Path, data: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A run that nobody interrupted."""
     return run(recipe_of(**options_for(model, data, tmp_path_factory.mktemp("whole") / "run")))
 
 
@@ -262,8 +251,6 @@ def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
     options = options_for(model, data, folder / "run") | {
         "data__source": data / "messages.jsonl",
         "data__chat_template": folder / "own.jinja",
-        "training__max_steps": 4,
-        "training__gradient_accumulation_steps": 1,
     }
     recipe = recipe_of(**options)
     with pytest.MonkeyPatch.context() as patch:
@@ -307,9 +294,7 @@ def test_what_a_run_is_made_of(file: str, change: Any, named: str, begun: Begun)
         path.write_bytes(before)
 
 
-def test_other_versions_are_said(
-    begun: Begun, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_versions_are_said(begun: Begun) -> None:
     file = begun.folder / "run" / "run.json"
     noted = json.loads(file.read_text())
     noted["versions"] |= {"torch": "2.0.0", "device": "a card"}

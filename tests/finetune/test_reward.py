@@ -38,7 +38,7 @@ def plain(out: Path, model: Path, made: list[dict[str, Any]], **fields: Any) -> 
         AutoTokenizer.from_pretrained(model),
         auto_class=SCORE,
         num_labels=1,
-        adapter=lambda base: LoraConfig(
+        adapter=LoraConfig(
             r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear", task_type="SEQ_CLS"
         ),
         fields=fields,
@@ -77,7 +77,6 @@ def test_streamed_equals_trl_on_a_resident_model(
 
 @pytest.mark.gpu
 def test_on_a_gpu_streamed_equals_resident(chat: Path, data: Path, tmp_path: Path) -> None:
-    """With the kernels and the autocast that the command takes by default."""
     source = {"model__source": chat, "data__source": data / "preferences.jsonl"}
     more = {"training__method": "reward", "training__max_steps": 6}
     streamed_as_resident(tmp_path, **source, **{**COMMON, **more})

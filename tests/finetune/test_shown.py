@@ -35,24 +35,40 @@ def dry(model: Path, data: Path, tmp_path: Path) -> Callable[..., str]:
     return look
 
 
-SUMMARIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+PACKED: dict[str, Any] = {"data__validation": 0.05, "memory__vram": "1GiB"}
+WARMING_UP = {"training__warmup_steps": 20, "training__gradient_accumulation_steps": 1}
+# Settings, rows that are padded or 200 that are packed, and what is said; of updates no more.
+SUMMARIES: dict[str, tuple[dict[str, Any], int | None, tuple[str, ...]]] = {
     "packed": (
-        {"data__validation": 0.05, "memory__vram": "1GiB"},
+        PACKED,
+        None,
         (
             *("190 rows", "89 % of them trained on", "packed into rows of 64", "10 held out"),
             *("fits: ", "of 1.07 GB", "3 of 3 blocks", " for the base"),
             *("4 steps of 8 rows", "few updates of the adapter: 4", "lora, rank 16, alpha 32"),
         ),
     ),
-    "long": ({"training__max_length": 4096}, ("rows are cut at the model's 256 positions",)),
+    "long": (
+        {"training__max_length": 4096},
+        None,
+        ("rows are cut at the model's 256 positions", "updates of the adapter"),
+    ),
+    "as many updates as wanted": ({}, 400, ("50 steps of 8 rows",)),
+    "few": ({}, 80, ("10 steps of 8 rows", "few updates of the adapter: 10", "--accumulation")),
+    "warming up": (WARMING_UP, 12, ("all 12 steps are within the warm-up of 20", "--warmup")),
 }
 
 
 @pytest.mark.parametrize("case", SUMMARIES)
-def test_the_summary_before_a_run(case: str, dry: Callable[..., str]) -> None:
-    options, wanted = SUMMARIES[case]
+def test_the_summary_before_a_run(case: str, dry: Callable[..., str], tmp_path: Path) -> None:
+    options, number, wanted = SUMMARIES[case]
+    if number is not None:
+        source = write_rows(tmp_path / "rows.jsonl", "text", number)
+        options = {"data__source": source, "training__packing": False, **options}
     said = dry(**options)
     assert [each for each in wanted if each not in said] == [], said
+    is_noted = len(wanted) > 1
+    assert ("updates of the adapter" in said or "warm-up" in said) == is_noted
 
 
 @pytest.mark.parametrize(
@@ -108,65 +124,6 @@ def test_rows_are_shown_with_what_is_learnt(form: str, model: Path, tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-TARGETS = {
-    "nothing": ("q_prj", "found 'q_prj'"),
-    "a part": ("q_proj,v_prj,k_prj", "found 'k_prj, v_prj'"),
-    "no adapter": ("q_proj,input_layernorm", "is not supported"),
-}
-
-
-@pytest.mark.parametrize("case", TARGETS)
-def test_target_modules_that_match_nothing(
-    case: str, model: Path, data: Path, tmp_path: Path
-) -> None:
-    targets, what = TARGETS[case]
-    result = poros_command(
-        "finetune", str(model), str(data / "text.jsonl"), "--target-modules", targets,
-        "--out", str(tmp_path / "run"), "--resident", "--dry-run",
-    )  # fmt: skip
-    assert result.exit_code == 2, result.output
-    assert what in result.output and "--target-modules" in result.output
-    assert ("q_proj, up_proj" in result.output) == (case != "no adapter")
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("flash", "expected one of eager, .*flash_attention_2"),
-        ("me/kernel", "found 'me/kernel'"),
-        ("flash_attention_2", "--attention.*installed"),
-    ],
-)
-def test_unknown_attention(name: str, what: str, dry: Callable[..., str]) -> None:
-    """A kernel of the hub is code of a stranger."""
-    if find_spec("flash_attn") and "flash" in name:
-        pytest.skip("flash attention is installed")
-    with pytest.raises(RecipeError, match=what):
-        dry(model__attention=name)
-
-
-UPDATES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
-    "as many as wanted": ({}, 400, ("50 steps of 8 rows",)),
-    "few": ({}, 80, ("10 steps of 8 rows", "few updates of the adapter: 10", "--accumulation")),
-    "warming up": (
-        {"warmup_steps": 20, "gradient_accumulation_steps": 1},
-        12,
-        ("all 12 steps are within the warm-up of 20", "--warmup"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UPDATES)
-def test_enough_updates(case: str, dry: Callable[..., str], tmp_path: Path) -> None:
-    said, number, wanted = UPDATES[case]
-    options = {f"training__{name}": value for name, value in said.items()}
-    source = write_rows(tmp_path / "rows.jsonl", "text", number)
-    found = dry(data__source=source, training__packing=False, **options)
-    assert [each for each in wanted if each not in found] == [], found
-    is_noted = len(wanted) > 1
-    assert ("updates of the adapter" in found or "warm-up" in found) == is_noted
-
-
 def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     """Its warm-up would have been all of it, at a rate of 0."""
     recipe = recipe_of(
@@ -183,6 +140,15 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     assert [num_warmup_steps(recipe, steps) for steps in (1, 33, 34, 100)] == [0, 0, 2, 3]
 
 
+def targets(names: str, what: str) -> tuple[dict[str, Any], type[Exception], str]:
+    settings = {"adapter__target_modules": names, "memory__resident": True}
+    return settings, RecipeError, rf"{what}.*--target-modules"
+
+
+def attention(name: str, what: str) -> tuple[dict[str, Any], type[Exception], str]:
+    return {"model__attention": name}, RecipeError, what
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a budget that is too small": (
         {"memory__vram": "1MiB", "training__per_device_train_batch_size": 64},
@@ -192,12 +158,25 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"output__trace_step": 6, "training__max_steps": 5},
         *(RecipeError, "--trace-step.*: expected one of the run's 5 steps, found 6; lower it"),
     ),
+    "targets that match nothing": targets("q_prj", "found 'q_prj'.*q_proj, up_proj"),
+    "targets of which some match nothing": targets(
+        "q_proj,v_prj,k_prj", "found 'k_prj, v_prj'.*q_proj, up_proj"
+    ),
+    "targets of no adapter": targets(
+        "q_proj,input_layernorm", "is not supported(?!.*q_proj, up_proj)"
+    ),
+    "no such attention": attention("flash", "expected one of eager, .*flash_attention_2"),
+    # A kernel of the hub is code of a stranger.
+    "attention of a stranger": attention("me/kernel", "found 'me/kernel'"),
+    "attention that is not installed": attention("flash_attention_2", "--attention.*installed"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_before_it_is_loaded(case: str, dry: Callable[..., str]) -> None:
     options, error, what = REFUSED[case]
+    if find_spec("flash_attn") and "flash" in options.get("model__attention", ""):
+        pytest.skip("flash attention is installed")
     with pytest.raises(error, match=what):
         dry(**options)
 

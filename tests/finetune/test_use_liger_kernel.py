@@ -20,34 +20,13 @@ from poros.finetune.trainers import make_arguments
 from poros.gates import tiny
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import SHORT, announced, break_at, recipe_of, write_model
+from tests.finetune.arms import settings
+from tests.finetune.subjects import announced, break_at, recipe_of
 from tests.liger import names_of_liger
 
 pytest.importorskip("liger_kernel")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
-COMMON: dict[str, Any] = {
-    **SHORT,
-    "model__dtype": "float32",
-    "training__max_length": 8,
-    "training__pad_to_multiple_of": 8,
-    "training__packing": False,
-    "training__gradient_accumulation_steps": 1,
-    "training__learning_rate": 1e-2,
-    "training__warmup_steps": 0,
-    "training__max_steps": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two layers."""
-    return write_model(tmp_path_factory.mktemp("checkpoint") / "tiny", layers=2)
-
-
-def recipe(model: Path, data: Path, out: Path, **more: Any) -> Recipe:
-    source = {"model__source": model, "data__source": data / "text.jsonl"}
-    return recipe_of(**{**source, **COMMON, "output__folder": out, **more})
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -133,10 +112,11 @@ def test_on_a_gpu_it_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_going_on_with_other_kernels_is_noted(
-    small: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As other versions are: the recipe says "auto" then and now."""
-    given = recipe(small, data, tmp_path / "run", training__save_steps=1, training__max_steps=3)
+    options = {"training__save_steps": 1, "training__max_steps": 3, "memory__slots": 2}
+    given = recipe_of(**{**settings(model, data, "text"), **options, "output__folder": tmp_path})
     break_at(monkeypatch, given, 2)
     assert "liger-kernel" not in announced(given)  # control
     monkeypatch.setattr(
@@ -150,9 +130,9 @@ def test_going_on_with_other_kernels_is_noted(
     assert "liger-kernel off began this run, 0." in announced(given)
 
 
-def test_trl_is_not_told(small: Path, data: Path, tmp_path: Path) -> None:
+def test_trl_is_not_told(model: Path, data: Path, tmp_path: Path) -> None:
     """It would replace the loss, and transformers' code."""
-    given = recipe(small, data, tmp_path, training__use_liger_kernel=True)
+    given = recipe_of(**settings(model, data, "text"), training__use_liger_kernel=True)
     assert given.training.use_liger_kernel is True
     arguments = make_arguments(given, tmp_path, CPU, 2, has_validation=False)
     assert arguments.use_liger_kernel is False

@@ -1,12 +1,11 @@
 """Runs of TRL's own trainers with the settings of a recipe, on a model of transformers alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import set_seed
 
 import poros
@@ -48,7 +47,7 @@ def by_trl(
     processing: Any,
     *,
     auto_class: Any,
-    adapter: Callable[[Any], LoraConfig],
+    adapter: Any,
     fields: dict[str, Any],
     **options: Any,
 ) -> Trained:
@@ -60,7 +59,7 @@ def by_trl(
     base = plain_base(source, auto_class, **options)
     base.config.use_cache = False
     set_seed(0)
-    model = get_peft_model(base, adapter(base))
+    model = get_peft_model(base, adapter)
     before = {name: each.data for name, each in model.named_parameters() if each.requires_grad}
     options = {"lr_scheduler_type": "cosine", "bf16": False, "gradient_checkpointing": False}
     options |= {"use_cpu": True, "dataloader_pin_memory": False, **SETTINGS, **fields}

@@ -55,6 +55,17 @@ def model_of(
     return model
 
 
+def write_layers(folder: Path, num_layers: int, hidden_size: int = 1024, **fields: int) -> Path:
+    """A checkpoint with layers of a real size; ``fields`` are those of its configuration."""
+    config = tiny.small_config(
+        "qwen2", num_layers=num_layers, hidden_size=hidden_size, dropout=0.05
+    )
+    for name, value in fields.items():
+        setattr(config, name, value)
+    tiny.write_checkpoint(config, folder, dtype=BF16)
+    return folder
+
+
 def trained(model: Model) -> list[Any]:
     return [each for each in model.parameters() if each.requires_grad]
 
@@ -82,10 +93,7 @@ def train(
     """
 
     def loss(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            torch.autocast("cuda", dtype=BF16, enabled=autocast),
-        ):
+        with sdpa_kernel(SDPBackend.MATH), torch.autocast("cuda", dtype=BF16, enabled=autocast):
             found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return found / size
 
@@ -162,6 +170,5 @@ def requested() -> int:
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Names of what is not the same, or missing."""
     names = found.keys() | expected.keys()
     return sorted(name for name in names if not same(found.get(name), expected.get(name)))

@@ -4,8 +4,6 @@ PyTorch chooses the kernels, as it does for users. No start may be stopped, and 
 fault of streaming has to be found all the same.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels
+from tests.children import run_python
 from tests.faults.planted import exchange_saved_values
 from tests.support import prepare_plain
 
@@ -43,7 +42,6 @@ MakeModel = Callable[[str, torch.dtype], Any]
 
 
 def make_layers(size: str, dtype: torch.dtype, folder: Path) -> Any:
-    """Layers of a real size, NF4 with LoRA."""
     config = Qwen2Config(
         **SIZES[size],
         num_hidden_layers=NUM_LAYERS[size],
@@ -125,13 +123,7 @@ print("changed", torch._C._get_sdp_priority_order() != before)
 @pytest.mark.parametrize("how", ["settled", "unsettled"])
 def test_the_first_attention_of_a_process(how: str, tmp_path: Path) -> None:
     """It may change which kernel is chosen from then on: after some settings were captured."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_STEP, str(tmp_path), how],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(FIRST_STEP, str(tmp_path), how)
     if how == "unsettled" and done.returncode:
         # The check warns, and the recomputation, which finds another kernel's tensors, refuses.
         assert "self-check failed" in done.stderr and "RematerializationError" in done.stderr

@@ -18,7 +18,7 @@ from poros.gates.reference import TrainingSpec, train
 from poros.model.measuring import SPARE_SHARE
 from poros.stream.offload import OffloadedInput
 from tests.comparing import compare_trajectories
-from tests.gpu.models import requested
+from tests.gpu.models import requested, write_layers
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 from tests.support import prepare_plain
 
@@ -32,12 +32,8 @@ BATCHES = tiny.make_batches(6, num_tokens=256, vocab_size=8192, padded=False)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=1024, dropout=0.05)
-    config.intermediate_size, config.vocab_size = 4096, 8192
-    config.max_position_embeddings = 8192
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-    return folder
+    fields = {"intermediate_size": 4096, "vocab_size": 8192, "max_position_embeddings": 8192}
+    return write_layers(tmp_path_factory.mktemp("checkpoint"), NUM_LAYERS, **fields)
 
 
 def load(checkpoint: Path) -> Any:

@@ -20,12 +20,13 @@ from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from poros.head.takeover import slice_loss
 from tests.comparing import compare_trajectories
+from tests.gpu.models import write_layers
 from tests.liger import put_back
 from tests.trainers import train_with_trainer, trainer_arguments
 
 pytestmark = pytest.mark.gpu
 
-NUM_LAYERS, HIDDEN, VOCABULARY = 3, 512, 2048
+VOCABULARY = 2048
 EVERYTHING = {"slots": 2, "stream_head": True, "stream_embedding": True}
 STATES = {
     "adamw_8bit": torch.uint8,
@@ -44,11 +45,7 @@ def plain_attention() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=HIDDEN, dropout=0.05)
-    config.vocab_size = VOCABULARY
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-    return folder
+    return write_layers(tmp_path_factory.mktemp("base"), 3, 512, vocab_size=VOCABULARY)
 
 
 def build(checkpoint: Path, dtype: torch.dtype) -> Any:
@@ -67,8 +64,6 @@ def with_sliced_loss(model: Any) -> Any:
 
 
 class Listener(TrainerCallback):
-    """Remembers the optimizer."""
-
     optimizer: Any = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

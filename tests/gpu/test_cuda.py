@@ -27,7 +27,7 @@ from poros.gates.reference import TrainingSpec, start_digests, train
 from poros.head.takeover import slice_loss
 from poros.slots.ring import SlotState
 from tests.comparing import compare_mappings
-from tests.gpu.models import requested
+from tests.gpu.models import requested, write_layers
 from tests.held import OutOfOrder
 from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, MEGA, HostileStreams
 from tests.loops import narrow_slices
@@ -50,10 +50,7 @@ Prepare = Callable[..., Any]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layers-over-16-mb")
-    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=1024, dropout=0.05)
-    config.intermediate_size = 10240
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-    return folder
+    return write_layers(folder, NUM_LAYERS, intermediate_size=10240)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """Kernels on a GPU: against bitsandbytes' to the bit, and against their references."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -27,6 +25,7 @@ from poros.kernels.patching import unpatch, use_others
 from poros.kernels.product import Product, takes_fused_kernel
 from poros.kernels.sums import sums_of_bits
 from poros.replay.graphs import CudaRecorder
+from tests.children import run_python
 
 pytestmark = pytest.mark.gpu
 
@@ -91,10 +90,7 @@ reader.rows("matrix", matrix, torch.tensor([299, INDEX], device="cuda")).sum().i
 
 @pytest.mark.parametrize("index", [0, 300, -1])
 def test_an_index_out_of_range_stops_the_gpu(index: int) -> None:
-    program = OUT_OF_RANGE.replace("INDEX", str(index))
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    ran = run_python(OUT_OF_RANGE.replace("INDEX", str(index)))
     assert (ran.returncode == 0) == (index == 0), ran.stderr
     assert ("expected indices of rows" in ran.stdout + ran.stderr) == (index != 0)
 

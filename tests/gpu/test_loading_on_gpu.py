@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, train
 from tests.comparing import compare_trajectories
+from tests.gpu.models import write_layers
 from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +31,7 @@ def plain_attention() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=1024, dropout=0.05)
-    config.intermediate_size = 8192
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-    return folder
+    return write_layers(folder, NUM_LAYERS, intermediate_size=8192)
 
 
 def with_lora(model: Any) -> Any:

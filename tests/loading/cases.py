@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,41 +64,36 @@ MANY = {"num_hidden_layers": 4000, "layer_types": ..., "num_experts": 4000}
 OWN_CODE = {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}}
 
 
+dense = partial(Case, base="dense")
+moe = partial(Case, base="moe")
+packed, packed_singly = partial(Case, base="4bit"), partial(Case, base="4bit single")
+shard = partial(Case, base="files", file=SECOND)
+stored = partial(Case, base="store")
+opened = partial(stored, file=".")  # a store that is refused, and the folder is named
+
+
 def planned(name: str, break_it: Break | dict[str, Any], says: str, **options: Any) -> Case:
     """A configuration, or fields of it, that ``poros.plan`` refuses as well."""
     made = config(**break_it) if isinstance(break_it, dict) else break_it
-    return Case(name, "dense", made, says, planned=True, **options)
-
-
-def dense(name: str, break_it: Break, says: str | None, **options: Any) -> Case:
-    return Case(name, "dense", break_it, says, **options)
+    return dense(name, made, says, planned=True, **options)
 
 
 def either(name: str, break_it: Break, says: str) -> list[Case]:
     """Quantized as it is loaded, and dense; the error names the folder."""
     return [
-        Case(f"{name}, {how}", "dense", break_it, says, file=".", options={"quantization": how})
+        dense(f"{name}, {how}", break_it, says, file=".", options={"quantization": how})
         for how in ("nf4", None)
     ]
 
 
-def moe(name: str, break_it: Break, says: str | None) -> Case:
-    return Case(name, "moe", break_it, says)
-
-
-def packed(name: str, break_it: Break, says: str | None, base: str = "4bit") -> Case:
-    return Case(name, base, break_it, says)
-
-
-def said(name: str, changes: dict[str, Any], says: str, base: str = "4bit") -> Case:
-    """Of the state of one weight."""
-    return Case(name, base, state(DOWN, **changes), says)
+def said(name: str, changes: dict[str, Any], says: str) -> Case:
+    return packed(name, state(DOWN, **changes), says)
 
 
 def bnb(name: str, settings: dict[str, Any], says: str, **options: Any) -> Case:
     """What the configuration of dense weights says of their quantization."""
     said = {"quant_method": "bitsandbytes", **settings}
-    return Case(name, "dense", config(quantization_config=said), says, **options)
+    return dense(name, config(quantization_config=said), says, **options)
 
 
 CONFIGS = [
@@ -183,7 +179,7 @@ RENAMED = renamed(STATE, STATE.replace("nf4", "nf5"))
 
 STATES = [
     packed("as they should be", both(), None),
-    packed("single, as they should be", both(), None, "4bit single"),
+    packed_singly("single, as they should be", both(), None),
     packed("packed where all is said dense", SKIPPED, "expected a dense weight, as config.json"),
     said("NaN offset", {"nested_offset": NAN}, "offset: expected finite"),
     said("offset is a word", {"nested_offset": "x"}, "could not convert string to float"),
@@ -206,7 +202,7 @@ STATES = [
     packed("no absmax", dropped(ABSMAX), "'absmax'"),
     packed("no state", dropped(f"{DOWN}."), "expected a 4-bit weight with its quantization state"),
     packed("an integer norm", tensor(NORM, lambda t: t.long()), "in floating point"),
-    packed("NaN in single absmax", tensor(ABSMAX, spoil(NAN)), "expected finite", "4bit single"),
+    packed_singly("NaN in single absmax", tensor(ABSMAX, spoil(NAN)), "expected finite"),
 ]
 
 MODELS = [*CONFIGS, *GENERATIONS, *WEIGHT_CASES, *ADAPTERS, *STATES]
@@ -221,17 +217,11 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 def copied(folder: Path) -> None:
-    """The first shard is in the place of the second too."""
     (folder / SECOND).write_bytes((folder / FIRST).read_bytes())
 
 
 def called(name: str) -> Break:
-    """A shard has another name."""
     return lambda folder: (folder / SECOND).replace(folder / name)
-
-
-def shard(name: str, break_it: Break, says: str, tensor: str | None = None) -> Case:
-    return Case(name, "files", break_it, says, SECOND, tensor)
 
 
 def index(name: str, break_it: Any, says: str) -> Case:
@@ -242,20 +232,19 @@ def index(name: str, break_it: Any, says: str) -> Case:
         write_index(folder, files)
 
     made = change if isinstance(break_it, dict) else break_it
-    return Case(f"index {name}", "files", made, says, INDEX)
+    return Case(f"index {name}", made, says, "files", INDEX)
 
 
 def named(weights: Any) -> Break:
-    """A configuration that names them."""
     return config(transformers_weights=weights)
 
 
 def settings(name: str, break_it: Break, says: str) -> Case:
-    return Case(f"configuration {name}", "files", break_it, says, CONFIG)
+    return Case(f"configuration {name}", break_it, says, "files", CONFIG)
 
 
 def source(name: str, break_it: Break, says: str, opened: str = ".", file: str = "") -> Case:
-    return Case(name, "files", break_it, says, file or opened, source=opened)
+    return Case(name, break_it, says, "files", file or opened, source=opened)
 
 
 FILES = [
@@ -265,12 +254,12 @@ FILES = [
     shard("pointer of git lfs", put(SECOND, LFS), "run git lfs pull"),
     shard("nested deeply", header(DEEP), "recursion limit"),
     # What torch does not have, or cannot address.
-    shard("an unknown dtype", header({"t": entry("F4", shape=[16])}), "'F4'", "t"),
+    shard("an unknown dtype", header({"t": entry("F4", shape=[16])}), "'F4'", tensor="t"),
     shard("product over, then 0", one(shape=[2**62, 2**62, 0]), "overflow"),
-    shard("65 dimensions", one(shape=[2, *[1] * 64]), "at most 64 sizes", "t"),
+    shard("65 dimensions", one(shape=[2, *[1] * 64]), "at most 64 sizes", tensor="t"),
     # Shards and index.
     shard("shard missing", drop(SECOND), "No such file"),
-    shard("tensor in two shards", copied, f"found it in .*{FIRST} too", NAMES[0]),
+    shard("tensor in two shards", copied, f"found it in .*{FIRST} too", tensor=NAMES[0]),
     index("has a tensor twice", put(INDEX, SAME), "key 'a' twice"),
     index("names a parent", {"a": "../x.safetensors"}, "found '../x.safetensors'"),
     index("is absolute", {"a": "/tmp/x.safetensors"}, "found '/tmp/x.safetensors'"),
@@ -301,19 +290,9 @@ CODE, NESTED_CODE = f"{DOWN}.code", f"{DOWN}.nested_code"
 ESCAPES = "\x1b[2J\n"
 
 
-def opened(name: str, break_it: Break, says: str) -> Case:
-    """Refused, and the folder is named."""
-    return Case(name, "store", break_it, says, file=".")
-
-
 def sealed(name: str, change: Callable[[dict[str, Any]], Any], says: str) -> Case:
     """What the manifest says, with a SHA-256 that fits."""
-    return Case(name, "store", manifest(change), says, file=".")
-
-
-def loaded(name: str, break_it: Break, says: str | None) -> Case:
-    """Refused, or loaded all the same."""
-    return Case(name, "store", break_it, says)
+    return opened(name, manifest(change), says)
 
 
 def weights(value: Any) -> Break:
@@ -321,7 +300,6 @@ def weights(value: Any) -> Break:
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
-    """A tensor of the rest."""
     return rest(lambda found: found.update({name: change(found[name]).clone()}))
 
 
@@ -352,33 +330,35 @@ STORES = [
     sealed("a slab less", lambda s: s["slabs"].pop(), "of its slabs"),
     sealed("a tensor less", lambda s: s["rest"].popitem(), "of its slabs, tensors"),
     sealed("a file outside", lambda s: s["files"].update({"../a": "00"}), r"\.\./a"),
-    loaded("as it should be", manifest(lambda store: None), None),
-    loaded("rest without end", size(REST, lambda _: 10**12), "not fully covered"),
-    loaded(
+    stored("as it should be", manifest(lambda store: None), None),
+    stored("rest without end", size(REST, lambda _: 10**12), "not fully covered"),
+    stored(
         "a tensor twice",
         manifest(lambda s: _first(s, 1, _first(s, 0))),
         "layer 1, found another form",
     ),
-    loaded("another size of slabs", manifest(_moved), "bytes of layer 0, found"),
-    loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
-    loaded("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
-    loaded(
-        "a source with escapes", manifest(lambda s: _origin(s).update(fingerprint=ESCAPES)), None
+    stored("another size of slabs", manifest(_moved), "bytes of layer 0, found"),
+    stored("a config of a billion layers", kept_config(num_hidden_layers=10**9), "at most 4096"),
+    stored("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
+    stored(
+        "a source with escapes",
+        manifest(lambda s: s["about"]["origin"].update(fingerprint=ESCAPES)),
+        None,
     ),
-    loaded("a config without end", sparse(CONFIG, 10**12), "expected 1 to 268435456 bytes"),
-    loaded("dtype of int8", about(dtype="int8"), "manifest that makes sense"),
-    loaded(
+    stored("a config without end", sparse(CONFIG, 10**12), "expected 1 to 268435456 bytes"),
+    stored("dtype of int8", about(dtype="int8"), "manifest that makes sense"),
+    stored(
         "no quantization type", about(quantization={"load_in_4bit": True, "x": 1}), "layer 0, found"
     ),
-    loaded("said to be dense", about(quantization=None), "layer 0, found another form"),
-    loaded("no weights", weights({}), "found none of"),
-    loaded("weight of a dtype", weights({DOWN: ["load", 64]}), "manifest that makes sense"),
-    loaded("weight of block size 0", manifest(lambda s: _blocksize(s, 0)), "block"),
-    loaded("weight of block size 128", manifest(lambda s: _blocksize(s, 128)), "expected shape"),
-    loaded("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
-    loaded("nested code of 4", changed(NESTED_CODE, lambda t: t[:4]), "256 entries"),
-    loaded("no code", rest(lambda f: f.pop(CODE)), "it in the store"),
-    loaded("an integer head", changed(HEAD, torch.Tensor.char), "a tensor in floating point"),
+    stored("said to be dense", about(quantization=None), "layer 0, found another form"),
+    stored("no weights", weights({}), "found none of"),
+    stored("weight of a dtype", weights({DOWN: ["load", 64]}), "manifest that makes sense"),
+    stored("weight of block size 0", manifest(lambda s: _blocksize(s, 0)), "block"),
+    stored("weight of block size 128", manifest(lambda s: _blocksize(s, 128)), "expected shape"),
+    stored("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
+    stored("nested code of 4", changed(NESTED_CODE, lambda t: t[:4]), "256 entries"),
+    stored("no code", rest(lambda f: f.pop(CODE)), "it in the store"),
+    stored("an integer head", changed(HEAD, torch.Tensor.char), "a tensor in floating point"),
 ]
 
 
@@ -387,11 +367,6 @@ def _first(store: dict[str, Any], layer: int, name: str | None = None) -> str:
     spec = store["layouts"][layer][0]
     spec[0] = name or spec[0]
     return str(spec[0])
-
-
-def _origin(store: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = store["about"]["origin"]
-    return found
 
 
 def _blocksize(store: dict[str, Any], num_elements: int) -> None:

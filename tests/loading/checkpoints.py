@@ -26,7 +26,6 @@ SECOND = "model-00002-of-00002.safetensors"
 
 
 def good_tensors() -> dict[str, torch.Tensor]:
-    """Small tensors with names as in a model."""
     generator = torch.Generator().manual_seed(0)
     return {
         f"layers.{index}.weight": torch.randn(3, index + 2, generator=generator)
@@ -161,12 +160,8 @@ def filled(num_layers: int = 3, seed: int = 0) -> HostStore:
 
 
 def write_store(
-    directory: Path,
-    host: HostStore,
-    rest: Mapping[str, torch.Tensor],
-    files: Mapping[str, bytes],
+    directory: Path, host: HostStore, rest: Mapping[str, torch.Tensor], files: Mapping[str, bytes]
 ) -> Path:
-    """A store of slabs that are in memory."""
     with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
         for slab, source in zip(writer.host.slabs, host.slabs, strict=True):
             slab.bytes.copy_(source.bytes)
@@ -174,7 +169,6 @@ def write_store(
 
 
 def write(directory: Path, num_layers: int = 3, seed: int = 0) -> Path:
-    """A whole store of these."""
     return write_store(directory, filled(num_layers, seed), some_rest(), FILES)
 
 

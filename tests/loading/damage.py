@@ -26,24 +26,21 @@ class Case:
     """One damage, and what must come of it.
 
     Args:
-        name: Of the case.
-        base: What is damaged: "files" (a checkpoint of two shards that is no model's), or one of
-            ``Kinds.damaged``: "dense", "moe", "4bit", "4bit single", "store".
         break_it: Does it, to a copy in a folder.
         says: What the error has to say, as a pattern. None: it is no damage, and what is loaded has
             the bytes of ``from_pretrained``.
+        base: What is damaged: "files" (a checkpoint of two shards that is no model's), or one of
+            ``Kinds.damaged``: "dense", "moe", "4bit", "4bit single", "store".
         file: Which the error has to name; "." is the folder.
         tensor: Which the error has to name.
         source: What is opened, relative to the folder.
-        error: Of that kind.
-        options: Of ``poros.load``.
         planned: ``poros.plan`` refuses it too.
     """
 
     name: str
-    base: str
     break_it: Break
     says: str | None
+    base: str
     file: str | None = None
     tensor: str | None = None
     source: str = "."
@@ -68,7 +65,6 @@ def drop(*names: str) -> Break:
 
 
 def instead(name: str, make: Callable[[Path], Any]) -> Break:
-    """Put something that is no file in the place of one."""
     return both(drop(name), lambda folder: make(folder / name))
 
 
@@ -185,8 +181,6 @@ def kept_config(**changes: Any) -> Break:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
-    """Change the tensors of the one file."""
-
     def rewrite(folder: Path) -> None:
         found = load_file(folder / WEIGHTS)
         change(found)
@@ -205,13 +199,10 @@ def added(name: str) -> Break:
 
 
 def dropped(name: str) -> Break:
-    """Every tensor with this in its name."""
     return tensors(lambda found: [found.pop(key) for key in list(found) if name in key])
 
 
 def renamed(old: str, new: str) -> Break:
-    """In the name of every tensor."""
-
     def change(found: dict[str, torch.Tensor]) -> None:
         for name in [key for key in found if old in key]:
             found[name.replace(old, new)] = found.pop(name)
@@ -220,8 +211,6 @@ def renamed(old: str, new: str) -> Break:
 
 
 def spoil(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One entry."""
-
     def change(found: torch.Tensor) -> torch.Tensor:
         found.view(-1)[3] = value
         return found

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.gates import tiny
@@ -96,14 +95,12 @@ class Kinds:
         return self._once(f"sharded {architecture}", make)
 
     def store(self, source: Path | None = None, **options: Any) -> Path:
-        """What ``poros.load`` writes."""
         source = source or self.dense()
         return self._once(
             f"store {source} {options}", lambda path: load(source, store=path, **options)
         )
 
     def damaged(self, name: str) -> Path:
-        """What the table of damages starts from."""
         dense = self.dense(num_layers=2, tie_word_embeddings=False)
         if name == "moe":
             return self.dense("qwen3_moe", num_layers=2, tie_word_embeddings=False)
@@ -123,7 +120,7 @@ class Kinds:
 
 
 def standard(
-    path: Path, config: BitsAndBytesConfig | None, dtype: torch.dtype = torch.bfloat16
+    path: Path, config: BitsAndBytesConfig | None, dtype: torch.dtype | str = torch.bfloat16
 ) -> Any:
     """What a user loads without Poros."""
     # An explicit None would switch off what the checkpoint says.
@@ -231,18 +228,9 @@ def budget_for(store: Path, num_layers: int) -> int:
         return opened.starts[num_layers]
 
 
-def copy_of(path: Path, to: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> Path:
-    """A checkpoint of one file in the folder ``to``, with other tensors."""
+def copy_of(path: Path, to: Path) -> Path:
+    """A checkpoint of one file in the folder ``to``."""
     to.mkdir(parents=True, exist_ok=True)
-    shutil.copy(path / "config.json", to)
-    if change is None:
-        shutil.copy(path / "model.safetensors", to)
-        return to
-    found = load_file(path / "model.safetensors")
-    change(found)
-    save_file(found, to / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(path / name, to)
     return to
-
-
-def is_mapped(path: Path) -> bool:
-    return str(path) in Path("/proc/self/maps").read_text()

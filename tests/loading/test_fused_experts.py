@@ -21,7 +21,6 @@ ARCHITECTURES = ("mixtral", "qwen3_moe")
 
 
 def make(architecture: str, **options: Any) -> Any:
-    """A model with adapters on its attention and on its experts."""
     base = build(architecture, dropout=0.0, **options).unload()
     return attach(base)
 

@@ -28,14 +28,7 @@ from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES
 from poros.loaders.store import REST, _read_manifest, open_store
-from tests.loading.checkpoints import (
-    SINGLE,
-    file_bytes,
-    header_of,
-    open_files,
-    write,
-    write_single,
-)
+from tests.loading.checkpoints import SINGLE, file_bytes, header_of, open_files, write, write_single
 from tests.loading.damage import said_in, write_sealed
 
 Read = dict[str, tuple[str, list[int], bytes]]

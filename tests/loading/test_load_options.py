@@ -18,13 +18,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerF
 
 import poros
 import poros.loaders.load
-from poros.errors import (
-    CheckpointFormatError,
-    PolicyError,
-    PorosError,
-    StoreWriteError,
-    quoted,
-)
+from poros.errors import CheckpointFormatError, PolicyError, PorosError, StoreWriteError, quoted
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
 from poros.loaders.store import REST, SLABS, open_store
@@ -84,20 +78,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 }
 
 
-@pytest.fixture
-def places(kinds: Kinds, tmp_path: Path) -> dict[str, Path]:
-    packed = kinds.packed(bnb_4bit_use_double_quant=False)
-    found = {"checkpoint": kinds.dense(), "store": kinds.store(), "4-bit single": packed}
-    return {**found, "new": tmp_path / "new"}
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [(source, *row) for source, rows in REFUSED.items() for row in rows],
     ids=str,
 )
 def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
-    places: dict[str, Path],
+    kinds: Kinds,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     source: str,
     options: dict[str, Any],
@@ -106,6 +94,9 @@ def test_what_cannot_be_honoured_is_refused_before_anything_is_read(
     def fail(*_: Any) -> None:
         raise RuntimeError("read")
 
+    packed = kinds.packed(bnb_4bit_use_double_quant=False)
+    places = {"checkpoint": kinds.dense(), "store": kinds.store(), "4-bit single": packed}
+    places["new"] = tmp_path / "new"
     monkeypatch.setattr("poros.loaders.checkpoint.Checkpoint.fetch", fail)
     if "store" in options:
         options = {**options, "store": options["store"].format(**places)}
@@ -187,7 +178,6 @@ def path(sound: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A place for one."""
     return tmp_path / "store"
 
 

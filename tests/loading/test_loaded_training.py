@@ -50,7 +50,6 @@ def adapted(base: Any) -> Any:
 
 
 def resident(kinds: Kinds, path: Path, is_quantized: bool = True) -> Trajectory:
-    """How a model of ``from_pretrained`` trains."""
     return kinds.kept(
         f"trained {path} {is_quantized}",
         lambda: run(adapted(standard(path, wanted(is_quantized)[1]))),

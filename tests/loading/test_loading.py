@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.nn import Params4bit
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import poros.loaders.load
 from poros.errors import HostMemoryError, UnsupportedModelError
@@ -186,12 +186,6 @@ def test_another_block_size(kinds: Kinds, tmp_path: Path) -> None:
 # Options that are honoured.
 
 
-def pretrained(path: Path, **options: Any) -> Any:
-    """``from_pretrained`` with the same options."""
-    settings = {"dtype": BF16, "quantization_config": quantization(), "device_map": {"": "cpu"}}
-    return AutoModelForCausalLM.from_pretrained(path, **{**settings, **options})
-
-
 @pytest.mark.cover("values")
 @QUANTIZED
 @pytest.mark.parametrize("source", [BF16, FP16, FP32], ids=str)
@@ -209,7 +203,7 @@ def test_dtype_auto(
     how = quantization(bnb_4bit_compute_dtype=source) if is_quantized else None
     model = load(path, dtype="auto", quantization=wanted(is_quantized)[0])
     assert model.dtype == source
-    assert differences(model, pretrained(path, dtype="auto", quantization_config=how)) == []
+    assert differences(model, standard(path, how, "auto")) == []
 
 
 def test_options_of_from_pretrained(kinds: Kinds) -> None:

@@ -97,7 +97,6 @@ def test_bytes_are_those_of_transformers(name: str, checkpoints: Checkpoints) ->
 
 
 def kept(name: str) -> dict[str, Any]:
-    """All layers keep their graph."""
     return {"slots": num_layers(name), "keep_last": num_layers(name)}
 
 
@@ -202,11 +201,10 @@ def test_a_tower_that_was_left_away_is_missed(checkpoints: Checkpoints) -> None:
 
 
 def all_linear(base: Model, **options: Any) -> Model:
-    """As PEFT does it by itself: on the tower too."""
-    config = LoraConfig(
-        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
-    )
+    """As PEFT does it by itself, on the tower too, unless ``options`` say otherwise."""
+    usual = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     torch.manual_seed(0)
+    config = LoraConfig(init_lora_weights=False, **{**usual, **options})
     return get_peft_model(base, config).train()
 
 
@@ -229,8 +227,6 @@ def image_run(name: str, seed: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def resident_of_images(checkpoints: Checkpoints) -> Callable[[str], list[torch.Tensor]]:
-    """What a resident model computes of rows with images."""
-
     @cache
     def trained(name: str) -> list[torch.Tensor]:
         return train(resident(checkpoints(name)), together=False, **image_run(name))
@@ -299,15 +295,13 @@ def everywhere(base: Model) -> Model:
 
 def with_trained_projector(base: Model) -> Model:
     """Trained as a whole, beside adapters on the language model; it has no 4-bit matrices."""
-    torch.manual_seed(0)
-    config = LoraConfig(
-        r=4,
+    return all_linear(
+        base,
         target_modules=["q_proj", "down_proj"],
         exclude_modules=excluded_modules(base),
         modules_to_save=["multi_modal_projector"],
-        init_lora_weights=False,
+        task_type=None,
     )
-    return get_peft_model(base, config).train()
 
 
 @pytest.mark.parametrize(
@@ -349,10 +343,7 @@ def test_images_without_a_head_for_tokens(checkpoints: Checkpoints) -> None:
     path = checkpoints(name)
 
     def made(base: Model) -> Model:
-        torch.manual_seed(0)
-        options = {"task_type": "SEQ_CLS", "exclude_modules": excluded_modules(base)}
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
-        return get_peft_model(base, config).train()
+        return all_linear(base, task_type="SEQ_CLS", exclude_modules=excluded_modules(base))
 
     def loss(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         given = {key: each for key, each in batch.items() if key != "labels"}

@@ -58,11 +58,6 @@ from tests.support import same_bits
 Patch = pytest.MonkeyPatch
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return write(tmp_path / "store")
-
-
 def test_everything_comes_back(tmp_path: Path) -> None:
     directory, expected = tmp_path / "store", filled()
     with StoreWriter(directory, some_layouts()) as writer:
@@ -90,8 +85,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [SLABS, REST, "config.json"])
-def test_one_flipped_bit_is_found(name: str, store: Path) -> None:
+def test_one_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
     """In every kind of byte: length and header, tensors, padding; at both ends and anywhere."""
+    store = write(tmp_path / "store")
     sound, generator = (store / name).read_bytes(), random.Random(name)
     places = [0, 9, len(sound) - 1, *(generator.randrange(len(sound)) for _ in range(19))]
     for place in places:

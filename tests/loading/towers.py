@@ -51,9 +51,7 @@ FAMILIES = {
     "qwen3_vl": Family("qwen3_vl", TEXT, ("model.visual.",), types=TYPES),
     "mistral3": Family("mistral3", INNER, ("vision_tower.", PROJECTOR), images_go_together=True),
     "llama4": Family(
-        *("llama4", INNER, ("vision_model.", PROJECTOR)),
-        own_layers=INNER,
-        images_go_together=True,
+        *("llama4", INNER, ("vision_model.", PROJECTOR)), own_layers=INNER, images_go_together=True
     ),
     "qwen3_5": Family("qwen3_5", TEXT, ("model.visual.",), types=TYPES),
 }
@@ -85,13 +83,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def pixels(family: str, num_images: int, generator: torch.Generator) -> Batch:
-    """The images of a batch, by the names and in the shapes of the family's processor.
-
-    Args:
-        family: A name of ``FAMILIES``.
-        num_images: Of all rows together.
-        generator: Draws them.
-    """
+    """The images of a batch, by the names and in the shapes of the family's processor."""
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)

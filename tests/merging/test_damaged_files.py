@@ -62,12 +62,10 @@ WRONG: dict[str, Any] = {
 
 
 def wrong(*names: str) -> dict[str, Damage]:
-    """Each of these fields with each of these values."""
     return {f"{name}: {kind}": field(name, to=WRONG[kind]) for name, kind in product(names, WRONG)}
 
 
 def split_by(pattern: str) -> Damage:
-    """A tokenizer that splits by a pattern."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     return field("pre_tokenizer", to=split | {"invert": False})
 

@@ -31,12 +31,7 @@ from transformers import (
 )
 
 import poros
-from poros.errors import (
-    CheckpointFormatError,
-    PolicyError,
-    StoreWriteError,
-    UnsupportedModelError,
-)
+from poros.errors import CheckpointFormatError, PolicyError, StoreWriteError, UnsupportedModelError
 from poros.gates import tiny
 from poros.loaders.load import load
 from poros.merging.merge import merge
@@ -343,13 +338,7 @@ def test_a_full_disk_leaves_nothing(most: int, base: Path, tmp_path: Path) -> No
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
-        refused(
-            tmp_path,
-            adapter,
-            StoreWriteError,
-            "out: .* File too large",
-            shard_num_bytes=1,
-        )
+        refused(tmp_path, adapter, StoreWriteError, "out: .* File too large", shard_num_bytes=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -40,8 +40,8 @@ def seeded() -> None:
 # Random projections: their bits on every device, their moments, their products.
 
 
-def projection(draw: int, rank: int = RANK, width: int = M, matrix: int = 3) -> Projection:
-    return Projection(QUANTILES, rank, width, 5, matrix, draw, Stream.ACCUMULATION)
+def projection(draw: int, rank: int = RANK, width: int = M) -> Projection:
+    return Projection(QUANTILES, rank, width, 5, 3, draw, Stream.ACCUMULATION)
 
 
 def whole(made: Projection) -> torch.Tensor:
@@ -255,13 +255,13 @@ def recorder(given: list[torch.Tensor]) -> Callable[..., None]:
     return record
 
 
-def growth(kappa: int, num_updates: int = 40) -> float:
+def growth(kappa: int) -> float:
     """Of the momentum's norm, between an early update and the last."""
     layer = nn.Linear(M, N, bias=False)
     named = [("layers.0.weight", layer.weight)]
     optimizer = Flora(named, rank=RANK, momentum=0.9, kappa=kappa, allow_divergence=True)
     norms = []
-    for _ in range(num_updates):
+    for _ in range(40):
         (layer.weight * torch.randn(N, M)).sum().backward()
         optimizer.step()
         norms.append(optimizer.state[layer.weight]["momentum"].norm().item())
@@ -358,11 +358,16 @@ def test_clipping_uses_the_norm_of_the_compressed_gradient() -> None:
     assert 0 < head.norm().item() <= 1e-3
 
 
-def test_zero_grad_forgets_the_cycle() -> None:
+def behind_a_backward() -> tuple[Small, Flora, list[torch.Tensor]]:
+    """A model, its optimizer, and its weights."""
     model = Small()
     optimizer = Flora(model.named_parameters(), rank=RANK)
-    before = weights(model)
     model(batches(1)[0]).backward()
+    return model, optimizer, weights(model)
+
+
+def test_zero_grad_forgets_the_cycle() -> None:
+    model, optimizer, before = behind_a_backward()
     optimizer.zero_grad()
     optimizer.step()
     assert equal(before, weights(model))
@@ -417,7 +422,7 @@ def sparse() -> None:
 
 def scaled() -> None:
     model = Small()
-    optimizer = Flora(model.named_parameters(), rank=RANK)
+    optimizer = flora_of(model, rank=RANK)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(batches(1)[0])).backward()
     scaler.step(optimizer)
@@ -440,10 +445,7 @@ def loading(other: Callable[[], Any], model: nn.Module | None = None) -> Callabl
     return lambda: flora_of(model, rank=RANK).load_state_dict(other().state_dict())
 
 
-def new_group() -> dict[str, Any]:
-    return {"params": [nn.Parameter(torch.ones(2))]}
-
-
+NEW_GROUP: dict[str, Any] = {"params": [nn.Parameter(torch.ones(2))]}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "parameters without names": (lambda: Flora(Small().parameters()), "named_parameters"),
     "nothing to train": (lambda: Flora([]), "requires gradients"),
@@ -465,7 +467,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         loading(lambda: flora_of(nn.Linear(4, 4), rank=RANK), nn.Linear(8, 8)),
         "shapes",
     ),
-    "more parameters": (lambda: flora_of().add_param_group(new_group()), "made with"),
+    "more parameters": (lambda: flora_of().add_param_group(NEW_GROUP), "made with"),
 }
 
 
@@ -477,12 +479,9 @@ def test_refused(case: str) -> None:
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Small()
-    optimizer = Flora(model.named_parameters(), rank=RANK)
+    model, optimizer, before = behind_a_backward()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
-    before = weights(model)
-    model(batches(1)[0]).backward()
     with pytest.raises(poros.OptimizerError, match="2 ranks"):
         optimizer.step()
     assert equal(before, weights(model))

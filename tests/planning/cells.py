@@ -72,7 +72,6 @@ def config_of(cell: dict[str, Any]) -> Any:
 
 
 def make(folder: Path, cell: dict[str, Any], device: str = "cpu") -> Any:
-    """The model of a cell, resident on ``device``."""
     tiny.write_checkpoint(config_of(cell), folder, dtype=cell["dtype"])
     quantize = KINDS[cell["adapter"]].on_4bit
     base = tiny.load_base(folder, dtype=cell["dtype"], quantize=quantize, device=device)
@@ -124,11 +123,7 @@ class OperatorBytes(TorchDispatchMode):
     """Bytes of what operators make, while anybody holds it: storages that no argument has.
 
     What kernels allocate inside does not count, but for the weight that a 4-bit product makes
-    dense: two elements a byte.
-
-    Attributes:
-        now: After the last operator.
-        peak: At most so far.
+    dense: two elements a byte. ``now`` is after the last operator, ``peak`` at most so far.
     """
 
     def __init__(self) -> None:

@@ -15,15 +15,7 @@ from poros.errors import UnsupportedModelError
 from poros.gates.kinds import KINDS
 from poros.planning.meta_model import COUNTED_KINDS
 from tests.covers import with_slow
-from tests.planning.cells import (
-    USUAL,
-    OperatorBytes,
-    Steps,
-    config_of,
-    make,
-    planned,
-    prepare,
-)
+from tests.planning.cells import USUAL, OperatorBytes, Steps, config_of, make, planned, prepare
 from tests.support import make_model
 
 TOLERANCE = 0.03
@@ -48,12 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "blocks of two, two layers kept": {"block_size": 2, "slots": 3, "keep_last": 2},
     "accumulation": {"accumulation": 3, "rank": 64},
     "many boundaries": DEEP,
-    "offloaded, two layers kept": {
-        **DEEP,
-        "slots": 12,
-        "keep_last": 2,
-        "offload_boundaries": True,
-    },
+    "offloaded, two layers kept": {**DEEP, "slots": 12, "keep_last": 2, "offload_boundaries": True},
     "embedding on the host": {"vocab_size": 8192, "stream_embedding": True},
     "one of its embeddings": {"architecture": "gemma4", "stream_embedding": True},
     "loss in slices": SLICED,

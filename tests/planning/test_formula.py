@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.host.layout import BlockLayout
-from poros.planning.formula import (
-    LayerCost,
-    MemoryPlan,
-    Shapes,
-    StepCost,
-    plan_for,
-)
+from poros.planning.formula import LayerCost, MemoryPlan, Shapes, StepCost, plan_for
 from poros.planning.request import PlanRequest, Speeds, optimizer_cost
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
 

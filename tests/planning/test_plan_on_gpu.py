@@ -1,9 +1,6 @@
 """Planned and measured peaks of a training step agree on a GPU, and a budget is kept."""
 
 import gc
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +12,8 @@ import poros
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
-from tests.planning.cells import (
-    LAYOUT,
-    STEP,
-    USUAL,
-    Steps,
-    config_of,
-    make,
-    planned,
-    prepare,
-)
+from tests.children import run_python
+from tests.planning.cells import LAYOUT, STEP, USUAL, Steps, config_of, make, planned, prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -95,20 +84,20 @@ def start() -> int:
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
-def peaks_of(model: Any, cell: dict[str, Any], num_steps: int = 2) -> tuple[int, int]:
-    """Of the first step and of the last.
+def peaks_of(model: Any, cell: dict[str, Any]) -> list[int]:
+    """Of the first step and of the second.
 
     Of what was asked for, without what the allocator adds because the rest is small.
     """
     steps = Steps(model, cell, device="cuda")
     found = []
-    for _ in range(num_steps):
+    for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         steps.train()
         torch.cuda.synchronize()
         found.append(int(torch.cuda.memory_stats()["requested_bytes.all.peak"]))
-    return found[0], found[-1]
+    return found
 
 
 def measure(folder: Path, cell: dict[str, Any], self_check: bool) -> tuple[int, int, int]:
@@ -181,18 +170,12 @@ print(torch.cuda.memory_allocated() - before, expected)
 
 
 @pytest.mark.parametrize("config", ["", ":4096:8", ":16:8"])
-def test_what_cublas_keeps(config: str) -> None:
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": config}
+def test_what_cublas_keeps(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     if not config:
-        del environment["CUBLAS_WORKSPACE_CONFIG"]
-    done = subprocess.run(
-        [sys.executable, "-c", WORKSPACES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    done = run_python(WORKSPACES)
+    assert done.returncode == 0, done.stderr
     kept, expected = map(int, done.stdout.split())
     # One of the two threads may have had no product with a bias.
     assert expected - 2 * 2**20 <= kept <= expected, (kept, expected)

@@ -48,12 +48,7 @@ def test_the_page_of_a_real_run(run: Path) -> None:
     result = poros_command("report", str(run))
     assert result.exit_code == 0 and "report.html" in result.output
     text = (run / "report.html").read_text()
-    for title in (
-        "Loss",
-        "Memory, planned",
-        "PCIe transfers",
-        "Time of step 3",
-    ):
+    for title in ("Loss", "Memory, planned", "PCIe transfers", "Time of step 3"):
         assert f"<h2>{title}</h2>" in text
     assert "validation" in text
     found = facts(read_run(run))

@@ -17,7 +17,9 @@ Formula = Callable[..., Sequence[torch.Tensor]]
 """Of trained and frozen tensors: all that is added in it is added, or a number times a tensor."""
 
 
-def gamma(n: int, unit: float = UNITS[torch.float32]) -> float:
+def gamma(n: int) -> float:
+    """In float32."""
+    unit = UNITS[torch.float32]
     return n * unit / (1 - n * unit)
 
 

@@ -52,19 +52,6 @@ def test_one_entry_point_runs_any_benchmark(
         entry.main()
 
 
-def run_table(name: str, folder: Path, *options: str) -> tuple[int, Path]:
-    path = folder / f"{name}.csv"
-    return tables.main([name, *SMALL, *SHORT, *options, "--out", str(path)]), path
-
-
-@pytest.fixture(scope="module")
-def slots_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The CSV of a table of slots; its page is beside it."""
-    status, path = run_table("slots", tmp_path_factory.mktemp("slots"))
-    assert status == 0
-    return path
-
-
 def cells(page: str) -> list[dict[str, str]]:
     """The table of a page."""
     lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
@@ -72,11 +59,14 @@ def cells(page: str) -> list[dict[str, str]]:
     return [dict(zip(names, line, strict=True)) for line in body[1:]]
 
 
-def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
-    table = cells(slots_table.with_suffix(".md").read_text())
+def test_poros_rows_say_what_was_moved(tmp_path: Path) -> None:
+    """The CSV of a table of slots; its page is beside it."""
+    path = tmp_path / "slots.csv"
+    assert tables.main(["slots", *SMALL, *SHORT, "--out", str(path)]) == 0
+    table = cells(path.with_suffix(".md").read_text())
     assert [line["same bits"] for line in table] == ["yes"] * 5
     assert [line["slots"] for line in table] == ["", "", "2", "3", "4"]
-    rows = [row for row in report.read(slots_table) if row["num_slots"]]
+    rows = [row for row in report.read(path) if row["num_slots"]]
     loads = {int(row["num_slots"]): float(row["num_loads"]) for row in rows}
     assert loads == {2: 4, 3: 2, 4: 0}  # 2 (K - S) blocks of K = 4 layers
     for row in rows:

@@ -25,21 +25,11 @@ from poros.recipes.recipe import settings
 from tests.children import run_python
 from tests.command import poros_command, run_apart, text
 from tests.comparing import compare_mappings
+from tests.damage import flipped
 
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 # The command as it is installed.
 MAIN = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; main()"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "notes.txt").write_text("no checkpoint")
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text("{}")
-    (tmp_path / "file").write_text("")
-    (tmp_path / "rows.jsonl").write_text("{")
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What is answered before anything slow is imported: in a folder with what ``folder`` makes.
+# What is answered before anything slow is imported.
 RIGHT: list[tuple[str, str]] = [
     ("--version", f"poros {poros.__version__}\n"),
     ("check --help", "--architecture"),
@@ -90,12 +80,16 @@ WRONG: list[tuple[str, str]] = [
 ]
 
 
-def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Path) -> None:
+def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(tmp_path: Path) -> None:
     """Control: whether a folder is a checkpoint only reading it shows."""
-    before = sorted(path.name for path in folder.iterdir())
+    files = {"model/notes.txt": "no checkpoint", "base/config.json": "{}", "file": ""}
+    for name, content in {**files, "rows.jsonl": "{"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    before = sorted(path.name for path in tmp_path.iterdir())
     reading = ("plan model --seq 16", "load model --out new")
     table = [(*row, 0) for row in RIGHT] + [(*row, BAD_INPUT) for row in WRONG]
-    results = run_apart([*(command for command, *_ in table), *reading], folder)
+    results = run_apart([*(command for command, *_ in table), *reading], tmp_path)
     assert len(results) == len(table) + len(reading)
     for (command, expected, code), (exit_code, output, slow) in zip(table, results, strict=False):
         assert exit_code == code and expected in output, (command, output)
@@ -104,7 +98,7 @@ def test_nothing_slow_is_imported_for_help_lists_and_wrong_arguments(folder: Pat
         assert exit_code == BAD_INPUT and "Traceback" not in output and "owner" not in output
         assert {"torch", "transformers"} <= set(slow)
     assert "error: " in results[-1][1]
-    assert sorted(path.name for path in folder.iterdir()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 # Help, notices, completion
@@ -118,7 +112,7 @@ def options(command: str) -> dict[str, Any]:
 def test_help_lists_exactly_the_commands_there_are_and_their_real_defaults() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert set(commands) == {
-        *("chat", "demo", "check", "finetune", "load", "merge", "plan", "report"),
+        *("chat", "demo", "check", "finetune", "load", "merge", "plan", "report")
     }
     result = poros_command("--help")
     assert result.exit_code == 0 and "--show-completion" in text(result)
@@ -214,10 +208,7 @@ def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path:
     model = poros.load(store)
     expected = poros.load(checkpoint)
     assert compare_mappings(expected.state_dict(), model.state_dict()) == []
-    slabs = store / "slabs.bin"
-    content = bytearray(slabs.read_bytes())
-    content[-100] ^= 1
-    slabs.write_bytes(content)
+    flipped(store / "slabs.bin")
     damaged = poros_command("load", str(store), "--verify")
     assert damaged.exit_code == BAD_INPUT and "slabs.bin" in damaged.output
 

@@ -43,10 +43,7 @@ POINTS = [
 
 
 def tensors(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    lora_dtype: torch.dtype = FP32,
-    device: str = "cpu",
+    shape: tuple[int, ...], dtype: torch.dtype, lora_dtype: torch.dtype = FP32, device: str = "cpu"
 ) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(len(shape))
 
@@ -75,7 +72,6 @@ def arriving(result: torch.Tensor) -> torch.Tensor:
 def run(
     given: dict[str, Any], is_reference: bool = False, wants_inner: bool = True
 ) -> list[torch.Tensor | None]:
-    """The sum, inner and gradients."""
     forward = compose_ref if is_reference else compose
     sum_, inner = forward(**given, scaling=SCALING, wants_inner=wants_inner)
     backward = (compose_backward_ref if is_reference else compose_backward)(

@@ -20,7 +20,6 @@ from tests.operators import made_by
 from tests.unit.rounding import UNITS
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TOKENS = (2, 5)
 
 
 class Model(nn.Module):
@@ -85,9 +84,9 @@ def trained(module: Any) -> list[torch.Tensor]:
     ]
 
 
-def input_of(module: Any, tokens: tuple[int, ...] = TOKENS) -> torch.Tensor:
+def input_of(module: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(*tokens, module.in_features, generator=generator)
+    values = torch.randn(2, 5, module.in_features, generator=generator)
     dtype = module.base_layer.compute_dtype if hasattr(module.base_layer, "compute_dtype") else None
     return values.to(dtype or module.base_layer.weight.dtype)
 

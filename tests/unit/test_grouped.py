@@ -37,10 +37,7 @@ class Case(NamedTuple):
 
     @classmethod
     def random(
-        cls,
-        dtype: torch.dtype,
-        rows: Sequence[int] = ROWS,
-        columns: int = COLUMNS,
+        cls, dtype: torch.dtype, rows: Sequence[int] = ROWS, columns: int = COLUMNS
     ) -> "Case":
         def of(kind: torch.dtype, *sizes: int, seed: int) -> torch.Tensor:
             return normal(*sizes, seed=seed).to(kind)

@@ -22,8 +22,8 @@ CPU = torch.device("cpu")
 LAYOUT = BlockLayout.pack([("packed", torch.empty(300, 1)), ("absmax", torch.empty(5))])
 
 
-def store_of(num_slabs: int) -> HostStore:
-    return HostStore.allocate([LAYOUT] * num_slabs)
+def three_slabs() -> HostStore:
+    return HostStore.allocate([LAYOUT] * 3)
 
 
 # Layouts.
@@ -135,7 +135,7 @@ def test_memory_is_committed_as_it_is_written_and_goes_with_the_last_tensor() ->
     store.slabs[1].bytes.fill_(1)
     assert resident_num_bytes(arena) == 4 * PAGE_NUM_BYTES
     assert not store.slabs[0].bytes.any() and not store.slabs[2].bytes.any()
-    store = store_of(3)
+    store = three_slabs()
     before = num_arenas()
     memory = weakref.ref(store.slabs[0].arena.memory)
     slab = store.slabs[1]
@@ -167,7 +167,7 @@ def test_slabs_are_locked_in_place_until_the_driver_refuses_and_the_rest_is_page
     refuse_at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver = install(FakeDriver(refuse_at), monkeypatch)
-    store = store_of(3)
+    store = three_slabs()
     with caplog.at_level(logging.WARNING, "poros"):
         store.pin(CPU)
     locked = store.slabs[:refuse_at]
@@ -190,7 +190,7 @@ def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_g
 ) -> None:
     """By ``unpin``, and where a store is dropped."""
     driver = install(FakeDriver(refuse_at=2), monkeypatch)
-    store = store_of(3)
+    store = three_slabs()
     store.pin(CPU)
     driver.calls.clear()
     for _ in range(2):
@@ -201,7 +201,7 @@ def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_g
     gc.collect()
     assert driver.calls == ["synchronize", "unregister"] * 2
     driver = install(FakeDriver(), monkeypatch)
-    store = store_of(3)
+    store = three_slabs()
     store.pin(CPU)
     alive: list[bool] = []
     memories = [weakref.ref(slab.arena.memory) for slab in store.slabs]
@@ -221,7 +221,7 @@ def test_slabs_are_unregistered_once_behind_the_device_and_before_their_memory_g
 @pytest.mark.gpu
 def test_page_locked_slabs_of_an_arena_are_copied_as_they_are() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    store = store_of(3)
+    store = three_slabs()
     for index, slab in enumerate(store.slabs):
         slab.bytes.fill_(index + 1)
     store.pin(device)

@@ -58,9 +58,7 @@ def test_whether_rows_are_packed_is_answered() -> None:
     ],
     ids=["edited", "an operator not followed", "floats", "indices", "random"],
 )
-def test_control_what_is_not_known_is_asked_of_the_device(
-    make: Callable[[], torch.Tensor],
-) -> None:
+def test_control_what_is_not_known_is_asked_of_the_device(make: Callable[[], torch.Tensor]) -> None:
     with HostValues(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         make().tolist()
 
@@ -89,15 +87,6 @@ def test_modes_that_were_entered_since_stay() -> None:
     assert modes() == []
 
 
-def with_a_hook(model: Any) -> None:
-    model.get_input_embeddings().register_forward_hook(lambda *_: None)
-
-
-def with_a_hook_on_all(model: Any) -> None:
-    module = model.get_decoder()
-    module.register_forward_pre_hook(lambda *_: None)
-
-
 def with_a_forward(model: Any) -> None:
     embeddings = model.get_input_embeddings()
     embeddings.forward = partial(type(embeddings).forward, embeddings)
@@ -110,24 +99,18 @@ def of_a_class_of_its_own(model: Any) -> None:
     model.get_input_embeddings().__class__ = Embeddings
 
 
-def by_compiled_code(model: Any) -> None:
-    model.get_input_embeddings().compile(backend="eager")
+WAYS: dict[str, Callable[[Any], object]] = {
+    "plain": lambda model: None,
+    "a hook": lambda model: model.get_input_embeddings().register_forward_hook(lambda *_: None),
+    "a hook on all": lambda model: model.get_decoder().register_forward_pre_hook(lambda *_: None),
+    "a forward": with_a_forward,
+    "a class of its own": of_a_class_of_its_own,
+    "compiled code": lambda model: model.get_input_embeddings().compile(backend="eager"),
+}
 
 
-WAYS = [
-    lambda model: None,
-    with_a_hook,
-    with_a_hook_on_all,
-    with_a_forward,
-    of_a_class_of_its_own,
-    by_compiled_code,
-]
-
-
-@pytest.mark.parametrize("change", WAYS)
-def test_only_code_of_libraries_runs_in_it(
-    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_only_code_of_libraries_runs_in_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a mode would be seen: modules of PyTorch leave their fast paths where one is on."""
     asked: list[bool] = []
     genuine = masking_utils.find_packed_sequence_indices
@@ -144,10 +127,10 @@ def test_only_code_of_libraries_runs_in_it(
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", ask)
     model = prepare_plain(two_layers(), slots=2, self_check="off")
-    change(model)
+    WAYS[way](model)
     train(model, True, loss=loss, sizes=(3,))
     assert num_groups(model) == 1 and not modes()
-    assert asked == [False, *[change is WAYS[0]] * 2]  # the first one goes alone
+    assert asked == [False, *[way == "plain"] * 2]  # the first one goes alone
 
 
 def test_it_ends_where_code_of_the_model_fails() -> None:

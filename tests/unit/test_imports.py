@@ -181,7 +181,6 @@ def test_each_broken_rule_is_reported(module: str, source: str) -> None:
 
 
 def test_what_the_rules_allow_is_not_reported() -> None:
-    """The limits of the rules, from the other side."""
     allowed = [
         ("poros.slots.ring", "from poros.streams import A\nfrom poros.host.layout import Layout"),
         ("poros.cli", "def check():\n    from poros.gates.parity import run"),

@@ -15,15 +15,14 @@ from poros.kernels.dense_memory import DenseWorkspace
 from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits_ref
 from tests.support import interpreted
+from tests.unit.rounding import UNITS
 
 T, V, H, WIDTH = 5, 300, 70, 128
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-UNITS = {FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
+FP32 = torch.float32
 U = UNITS[FP32]
 
 
 def kernels_of(name: str, device: str) -> Any:
-    """On a CPU the interpreter runs them."""
     module = f"poros.kernels.{name}_gpu"
     return interpreted(module) if device == "cpu" else import_module(module)
 

@@ -68,12 +68,10 @@ def put_in_the_place_of_none(layer: Layer) -> None:
 
 
 def put(module: str, key: str, *shape: int) -> Callable[[Layer], object]:
-    """A new parameter in the place of one."""
     return lambda layer: getattr(layer, module)._parameters.__setitem__(key, new(*shape))
 
 
 def give(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], object]:
-    """Other memory to the same parameter."""
     return lambda layer: setattr(layer.first.weight, "data", change(layer.first.weight.data))
 
 

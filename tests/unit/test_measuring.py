@@ -16,7 +16,7 @@ import poros
 from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
-from poros.model.measuring import RESERVE, SPARE_SHARE, DeviceMemory, MeasuredSizer
+from poros.model.measuring import RESERVE, SPARE_SHARE, DeviceMemory
 from poros.model.runtime import Runtime
 from poros.model.sizing import ResidencyPlan, Shape, Sizer, Wanted
 from tests.loops import layers_of
@@ -60,7 +60,6 @@ class SimulatedMemory(DeviceMemory):
         return 10**9
 
     def hold(self, runtime: Runtime) -> None:
-        """Belong to ``runtime``'s model."""
         self.runtime = runtime
         sizer: Any = runtime.sizer
         genuine = sizer._held
@@ -98,8 +97,14 @@ def build() -> Any:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """What prepares a model on a device whose memory is simulated, for a loop of steps."""
 
-    def prepare(num_bytes: int | None = None, overhead: float = 1.0, **policy: Any) -> Loop:
+    def prepare(
+        num_bytes: int | None = None,
+        overhead: float = 1.0,
+        dense_tokens: float = 0.0,
+        **policy: Any,
+    ) -> Loop:
         memory = SimulatedMemory(overhead)
+        monkeypatch.setattr(Estimated, "dense_tokens", dense_tokens)
         monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: memory)
         if num_bytes is not None:
             policy["vram_budget"] = f"{num_bytes}B"
@@ -189,7 +194,6 @@ def budget(num_slots: int, keep_last: int, length: int) -> int:
 
 
 def step(num_slots: int, keep_last: int, length: int) -> int:
-    """What a step takes."""
     graphs = keep_last * GRAPH_PER_TOKEN * length
     return STANDING + BEYOND + num_slots * block_num_bytes() + PER_TOKEN * length + graphs
 
@@ -398,13 +402,11 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
 def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     loop = prepared(budget(6, 6, 16))
     loop.run(16, 16, 16, 16)
-    sizer: Any = loop.sizer
-    assert isinstance(sizer, MeasuredSizer) and sizer._beyond == BEYOND
-    first = next(iter(layers_of(loop.model).parameters()))
-    trained = next(p for p in layers_of(loop.model)[0].parameters() if p.requires_grad)
-    assert first is not trained
+    first, *others = layers_of(loop.model).parameters()
+    trained = next(each for each in others if each.requires_grad)
+    assert not first.requires_grad
     trained.requires_grad_(False)
-    assert loop.run(16) == [ResidencyPlan(2, 0)] and sizer._beyond is None
+    assert loop.run(16) == [ResidencyPlan(2, 0)]
     assert loop.run(16, 16, 16)[-1] == ResidencyPlan(6, 6)
 
 
@@ -505,29 +507,22 @@ def test_micro_batches_go_alone_where_most_layers_can_keep_their_graph(
 
 @pytest.mark.parametrize(("kept", "dense_tokens"), [(0, 0.0), (6, 40.0)])
 def test_control_micro_batches_stay_together(
-    kept: int, dense_tokens: float, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+    kept: int, dense_tokens: float, prepared: Prepare
 ) -> None:
     """Where few layers can keep their graph, and where that is worth less than sharing weights."""
-    monkeypatch.setattr(Estimated, "dense_tokens", dense_tokens)
-    loop = prepared(budget(6, kept, 48 if kept else 40))
+    loop = prepared(budget(6, kept, 48 if kept else 40), dense_tokens=dense_tokens)
     assert all(accumulated(loop, 16, 6))
 
 
 @pytest.mark.parametrize("first", [4, 16])
-def test_a_longer_group_decides_anew_whether_each_goes_alone(
-    first: int, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Estimated, "dense_tokens", 8.0)
-    loop = prepared(budget(6, 6, 32))
+def test_a_longer_group_decides_anew_whether_each_goes_alone(first: int, prepared: Prepare) -> None:
+    loop = prepared(budget(6, 6, 32), dense_tokens=8.0)
     assert all(accumulated(loop, first, 2)) == (first == 4)
     assert not any(accumulated(loop, 16, 6)[1:])
     assert loop.runtime.room == ResidencyPlan(6, 6)
 
 
-def test_one_that_ran_alone_does_not_end_what_others_share(
-    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Estimated, "dense_tokens", 100.0)
-    loop = prepared(budget(6, 0, 60))
+def test_one_that_ran_alone_does_not_end_what_others_share(prepared: Prepare) -> None:
+    loop = prepared(budget(6, 0, 60), dense_tokens=100.0)
     assert all(accumulated(loop, 16, 4, first=20))
     assert loop.sizer.shares_dense

@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 
 from poros.errors import HostMemoryError, PorosError
-from poros.host.limits import (
-    RESERVE_NUM_BYTES,
-    host_memory_left,
-    require_host_memory,
-)
+from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left, require_host_memory
 
 GIB = 2**30
 NAMES = {1: ("limit_in_bytes", "usage_in_bytes"), 2: ("max", "current")}

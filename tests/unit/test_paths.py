@@ -9,13 +9,7 @@ from torch import nn
 
 from poros.config import LORA_ORDERS
 from poros.kernels.lora import Added, Call, add_lora
-from poros.kernels.paths import (
-    LoraShape,
-    candidates,
-    cheapest,
-    cost,
-    multiply_in_order,
-)
+from poros.kernels.paths import LoraShape, candidates, cheapest, cost, multiply_in_order
 from poros.kernels.product import product_of
 from tests.unit.rounding import exact, gamma, shares, sizes
 

@@ -19,8 +19,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Result(NamedTuple):
-    """Everything that a quantized tensor is."""
-
     packed: torch.Tensor
     state: Any
 
@@ -105,18 +103,11 @@ def test_pieces_give_the_bytes_of_the_whole(
     assert differences(mine, whole) == []
 
 
-def with_a_zero_block() -> torch.Tensor:
-    """A block without a scale."""
-    tensor = draw(40, 64)
-    tensor[7] = 0
-    return tensor
-
-
 WEIGHTS: dict[str, torch.Tensor] = {
     # The absmax of all pieces together are quantized, across borders of 256.
     "two nested blocks": draw(300, 96),
     "transposed, as in Conv1D": draw(96, 50).T,
-    "a zero block": with_a_zero_block(),
+    "a zero block": draw(40, 64).index_fill(0, torch.tensor(7), 0),
     "odd": draw(7, 9),
 }
 

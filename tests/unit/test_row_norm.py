@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from poros.kernels import row_norm as module
-from poros.kernels.row_norm import (
-    assembled_ref,
-    row_norm,
-    row_norm_ref,
-    square_of_rows,
-)
+from poros.kernels.row_norm import assembled_ref, row_norm, row_norm_ref, square_of_rows
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -1,8 +1,6 @@
 """The loss in slices: how far it is from the exact one, by a derivation; and its edges.
 
-Bounds below are for one token, from the standard model of rounding (Higham, "Accuracy and Stability
-of Numerical Algorithms", chapter 3): a sum of n products is off by at most n u / (1 - n u) times
-the sum of their absolute values, whatever the order, u being the unit roundoff.
+Bounds below are for one token, by the rounding of sums of products that ``rounding`` tells of.
 """
 
 from collections.abc import Iterator
@@ -15,11 +13,10 @@ import torch.nn.functional as F
 import poros.head.loss
 from poros.head.loss import Slices, Step, sliced_cross_entropy
 from tests.loops import narrow_slices
+from tests.unit.rounding import UNITS, gamma
 
 N, V, H = 23, 1000, 48
-FP32 = 2.0**-24
-"""Unit roundoff of float32."""
-ROUNDOFF = {torch.float32: FP32, torch.bfloat16: 2.0**-8}
+FP32 = UNITS[torch.float32]
 CAP = (Step("divide", 5.0), Step("tanh"), Step("multiply", 5.0))
 STEPS = {"plain": (), "scaled": (Step("multiply", 0.25),), "capped": CAP}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -37,11 +34,11 @@ class Case(NamedTuple):
     labels: torch.Tensor
 
 
-def case(dtype: torch.dtype, num_tokens: int = N) -> Case:
-    torch.manual_seed(num_tokens)
-    labels = torch.randint(0, V, (num_tokens,))
+def case(dtype: torch.dtype) -> Case:
+    torch.manual_seed(N)
+    labels = torch.randint(0, V, (N,))
     labels[2::5] = -100
-    hidden, head = torch.randn(num_tokens, H).to(dtype), (0.4 * torch.randn(V, H)).to(dtype)
+    hidden, head = torch.randn(N, H).to(dtype), (0.4 * torch.randn(V, H)).to(dtype)
     return Case(hidden, head, torch.randn(V).to(dtype), labels)
 
 
@@ -108,13 +105,9 @@ def exact(given: Case, steps: tuple[Step, ...]) -> Exact:
     return Exact(losses.detach(), gradient, logits.detach(), before.detach(), absolute, rows, scale)
 
 
-def of_sum(number: int) -> float:
-    return number * FP32 / (1 - number * FP32)
-
-
 def logits_bound(found: Exact, steps: tuple[Step, ...]) -> torch.Tensor:
     """By how much a token's logits are off: sums in float32, results too."""
-    product = of_sum(H + 1) * found.absolute.amax(1) + FP32 * found.before.abs().amax(1)
+    product = gamma(H + 1) * found.absolute.amax(1) + FP32 * found.before.abs().amax(1)
     # Each step rounds what it gives; tanh is good to two roundoffs.
     largest = found.logits.abs().amax(1) + found.before.abs().amax(1) * found.scale + 5.0
     return found.scale * product + 2 * len(steps) * FP32 * largest
@@ -125,8 +118,8 @@ def losses_bound(found: Exact, off: torch.Tensor) -> torch.Tensor:
     num_slices = -(-V // 96)
     distance = 2 * found.logits.abs().amax(1)
     # Of each exponential: the difference that is its argument, and the function; then the sum.
-    exponentials = of_sum(4) * (distance + 1) + of_sum(V + 3 * num_slices)
-    return 2 * off + exponentials + of_sum(4) * (distance + found.losses + 8)
+    exponentials = gamma(4) * (distance + 1) + gamma(V + 3 * num_slices)
+    return 2 * off + exponentials + gamma(4) * (distance + found.losses + 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,12 +130,12 @@ def test_the_loss_is_as_near_as_derived(kind: str, dtype: torch.dtype) -> None:
     loss, gradient = sliced(given, steps)
     off = logits_bound(true, steps)
     bound = losses_bound(true, off)
-    total = bound.sum() + of_sum(N) * (true.losses + bound).sum()
+    total = bound.sum() + gamma(N) * (true.losses + bound).sum()
     assert abs(loss.double() - true.losses.sum()) <= total
     # The weights of the rows: exponentials of logits that are off, rounded to the head's dtype.
-    relative = torch.expm1(2 * off) + ROUNDOFF[dtype] + 2 * bound + of_sum(V)
+    relative = torch.expm1(2 * off) + UNITS[dtype] + 2 * bound + gamma(V)
     allowed = (1 + 2.0**-7) * relative[:, None] * true.rows
-    allowed = allowed + (ROUNDOFF[dtype] + of_sum(4)) * (true.gradient.abs() + allowed)
+    allowed = allowed + (UNITS[dtype] + gamma(4)) * (true.gradient.abs() + allowed)
     assert bool(((gradient.double() - true.gradient).abs() <= allowed).all())
 
 

@@ -7,6 +7,7 @@ the moment it is left, without the layer's own forward; so is what each saved te
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,23 +36,30 @@ CPU = torch.device("cpu")
 # load is one copy into a part of a slot.
 HARMLESS = {"alias", "as_strided", "detach", "slice", "view", "copy_", "equal"}
 
-
 ASKED = ("allocate", "copy", "wait", "record", "has_passed", "synchronize")
+
+
+def within(around: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """What does the same in the context that ``around`` makes."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
 def counting_streams() -> tuple[EagerStreams, Counter[str]]:
     """Eager streams, and what is asked of them."""
     streams, calls = EagerStreams(CPU), Counter[str]()
 
-    def counted(name: str, genuine: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return genuine(*args, **kwargs)
-
-        return call
+    @contextmanager
+    def counted(name: str) -> Iterator[None]:
+        calls[name] += 1
+        yield
 
     for name in ASKED:
-        setattr(streams, name, counted(name, getattr(streams, name)))
+        setattr(streams, name, within(partial(counted, name), getattr(streams, name)))
     return streams, calls
 
 
@@ -72,13 +80,6 @@ class Visits(TorchDispatchMode):
             yield
         finally:
             self.kind = before
-
-    def wrap(self, kind: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self.during(kind):
-                return call(*args, **kwargs)
-
-        return wrapped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.kind:
@@ -127,7 +128,7 @@ def watch(model: Any, run: Callable[[Any], None] = step) -> Visits:
             (RecomputedCall, "_recompute", "backward"),
             (RecomputedCall, "_unpack", "backward"),
         ):
-            patch.setattr(owner, name, visits.wrap(kind, getattr(owner, name)))
+            patch.setattr(owner, name, within(partial(visits.during, kind), getattr(owner, name)))
         patch.setattr(torch, "default_generator", Generator)
         with visits:
             run(model)
@@ -213,20 +214,18 @@ def test_control_a_costly_visit_is_noticed(spoil: Plant, monkeypatch: pytest.Mon
 def refusing_to_wait(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside the visits of the body, torch raises if a CUDA call makes the host wait."""
 
-    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return call(*args, **kwargs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return wrapped
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
     with patch.context() as inner:
-        inner.setattr(StreamedLayer, "forward", wrap(StreamedLayer.forward))
-        inner.setattr(RecomputedCall, "_recompute", wrap(RecomputedCall._recompute))
-        backward = wrap(RematerializeLayer.backward)
+        inner.setattr(StreamedLayer, "forward", within(refusing, StreamedLayer.forward))
+        inner.setattr(RecomputedCall, "_recompute", within(refusing, RecomputedCall._recompute))
+        backward = within(refusing, RematerializeLayer.backward)
         inner.setattr(RematerializeLayer, "backward", staticmethod(backward))
         yield
 

@@ -6,49 +6,18 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="poros finetune needs TRL")
 pytest.importorskip("liger_kernel")
 
 from poros.reporting.step_times import step_times
 from tests.command import poros_command
 from tests.finetune.arms import arm
-from tests.finetune.subjects import at_step, recipe_of, rows, run, write_model, write_rows
+from tests.finetune.subjects import at_step, recipe_of, run
 from tests.liger import names_of_liger
 
 pytestmark = pytest.mark.gpu
 
 KINDS = ("sft, packed", "packed attention", "sft, padded", "dpo")
 ADAPTERS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"adapter__use_dora": True}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    for form in ("messages", "text", "preferences"):
-        write_rows(folder / f"{form}.jsonl", rows(form))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of some steps."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    settings = {
-        "model__source": model,
-        "data__source": data / "text.jsonl",
-        "training__max_length": 64,
-        "training__max_steps": 12,
-        "memory__slots": 2,
-        "output__folder": folder,
-        "output__trace_step": 10,
-    }
-    run(recipe_of(**settings))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -84,7 +53,18 @@ def test_the_default(
     assert "could not be estimated" not in caplog.text
 
 
-def test_a_report_has_memory_and_times_of_the_gpu(finished: Path) -> None:
+def test_a_report_has_memory_and_times_of_the_gpu(model: Path, data: Path, tmp_path: Path) -> None:
+    finished = tmp_path / "finished"
+    settings = {
+        "model__source": model,
+        "data__source": data / "text.jsonl",
+        "training__max_length": 64,
+        "training__max_steps": 12,
+        "memory__slots": 2,
+        "output__folder": finished,
+        "output__trace_step": 10,
+    }
+    run(recipe_of(**settings))
     done = poros_command("report", str(finished))
     assert done.exit_code == 0, done.output
     page = (finished / "report.html").read_text(encoding="utf-8")

@@ -151,6 +151,12 @@ class DrawTable:
         if self._multiples.setdefault(draws, times) != times:
             self._multiples[draws] = (None,)
 
+    def forget(self, shape: Hashable) -> None:
+        """A plan was wrong: micro-batches of this shape run alone until they are known anew."""
+        self._misses[shape] += 1
+        self._known.pop(shape, None)
+        self._multiples.clear()
+
     def is_predictable(self, shape: Hashable) -> bool:
         """Whether plans for this shape were hardly ever wrong."""
         return self._misses[shape] < _MOST_MISSES

@@ -36,6 +36,7 @@ from poros.accumulation.host_values import HostValues
 from poros.accumulation.in_place import UNKNOWN, InPlace
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.modules import Modules
+from poros.accumulation.names import Names, Spaces
 from poros.accumulation.parked import Regions
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
 from poros.head.loss import LossInputs, SlicedLossState
@@ -65,6 +66,7 @@ class Group(InPlace):
         modules: Modules,
         table: DrawTable,
         ranks: Ranks,
+        names: Names,
         shares_head: bool,
     ) -> None:
         super().__init__(runtime, modules)
@@ -73,6 +75,7 @@ class Group(InPlace):
         self.reason: str | None = None
         self._table = table
         self._ranks = ranks
+        self._names = names
         reader = runtime.head if shares_head else None
         self._head = None if reader is None or reader.holds_all else SharedHead(reader)
         self._batches: list[MicroBatch] = []
@@ -209,6 +212,7 @@ class Group(InPlace):
 
     def _go_on(self, batch: MicroBatch) -> None:
         """Its code goes on, before its turn to end has come."""
+        part, before = int(bool(batch.num_called)), self._names.now()
         self._watch.begin()
         self._running = batch
         try:
@@ -218,8 +222,16 @@ class Group(InPlace):
             self._watch.end()
         if batch.error is not None:
             raise batch.error
+        self._require_whole(batch, before, [part])
         if not isinstance(batch.code.error, Exception):
             batch.code.reraise()
+
+    def _require_whole(self, batch: MicroBatch, before: Spaces, parts: Sequence[int]) -> None:
+        """Raise if these parts of its code have changed what other parts read: of others, now."""
+        is_alone = batch.code.is_over or batch.reason is not None
+        name = None if is_alone else self._names.changed(before, self._names.now(), parts)
+        if name is not None:
+            raise batch.refuse(f"the loss changes {name}, which another part of it reads")
 
     def _comes_to_head(self, asked: LossInputs) -> SlicedLossState | None:
         return None if self._head is None else self._head(asked)
@@ -239,15 +251,17 @@ class Group(InPlace):
         if regions != self._regions:
             raise NotGrouped("autocast or settings that are others for some micro-batches")
 
-    def _still_hold(self) -> bool:
+    def _still_hold(self, wherever: bool = False) -> bool:
+        """Whether layers compute what they did; ``wherever``: blocks may lie elsewhere."""
         conditions = zip(self._layers, self._conditions, strict=True)
-        return all(layer.condition().equals(before) for layer, before in conditions)
+        return all(layer.condition().equals(before, wherever) for layer, before in conditions)
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""
         batch = self._running
         if batch is None or not batch.code.is_running or batch.num_called:
             return False
+        room = self._runtime.room
         try:
             make_room()
         except VRAMBudgetError as error:
@@ -258,6 +272,8 @@ class Group(InPlace):
                 make_room()
             else:
                 self._make_less_room(make_room, error)
+        if self._conditions and self._runtime.room != room and self._still_hold(wherever=True):
+            self._conditions = [each.condition() for each in self._layers]
         if len(self._batches) == 1:
             self._runtime.share_dense()
         return True
@@ -305,6 +321,7 @@ class Group(InPlace):
         """Raise if one has drawn otherwise than planned, and those behind have drawn since."""
         for batch, following in pairwise(self._batches):
             if batch.planned is not None and not batch.planned.equals(batch.bounds[-1]):
+                self._table.forget(batch.key)
                 following.begin_at(following.start._replace(pytorch=batch.bounds[-1]))
 
     def _require_unedited(self) -> None:
@@ -340,6 +357,7 @@ class Group(InPlace):
         self._turn = self._tail = batch
         self._last = batch if is_last else None
         batch.before_arrival(self._arrives)
+        names, parts = self._names.now(), [1, 2][self._head is not None :]
         try:
             with self._in_place():
                 self._running = batch
@@ -358,6 +376,9 @@ class Group(InPlace):
         finally:
             self._running = self._turn = self._tail = None
         self._note_drawn(batch)
+        name = self._names.changed(names, self._names.now(), parts)
+        if name is not None and not self.is_over:
+            raise batch.refuse(f"the loss changes {name}, which another part of it reads")
         if batch.code.has_changed_settings or not self._outside.still_holds():
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "

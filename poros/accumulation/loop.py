@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from poros.accumulation.foreign import ForeignCode
 from poros.accumulation.gradients import are_watchable, has_hooks
 from poros.accumulation.group import Group
 from poros.accumulation.modules import Modules
+from poros.accumulation.names import Names
 from poros.accumulation.observed import Observer
 from poros.model.runtime import Runtime, find_runtime
 
@@ -175,7 +176,10 @@ class Samples:
         kinds = list(takewhile(lambda kind: kind is not None and kind.reason is None, known))
         shares_head = all(kind is not None and kind.reads_head for kind in kinds)
         modules = history.modules(step.ranks.inner)
-        group = Group(runtime, modules, history.table, step.ranks, shares_head)
+        read = [kind.read for kind in kinds if kind is not None]
+        parts = [set[str]().union(*part) for part in zip_longest(*read, fillvalue=set[str]())]
+        names = Names(step.code, modules.now(), parts)
+        group = Group(runtime, modules, history.table, step.ranks, names, shares_head)
         runs = [partial(step.run, each) for each in batches[: len(kinds)]]
         group.start(runs, has_last=len(kinds) == len(batches))
         history.num_groups += group.num_together > 1
@@ -241,6 +245,8 @@ class Kind(NamedTuple):
     """Why they run one after the other; None if they need not."""
     reads_head: bool
     """Whether the loss comes to a head that is not trained, once."""
+    read: Sequence[set[str]]
+    """Names that each part of its code reads: see ``poros.accumulation.names``."""
 
 
 class History:
@@ -271,7 +277,7 @@ class History:
             if observer.may_pass:
                 self._passing.add(kind)
                 return
-        self.known[kind] = Kind(observer.reason, observer.reads_head)
+        self.known[kind] = Kind(observer.reason, observer.reads_head, observer.names.read)
         if observer.drawn is not None:
             self.table.note(observer.key, observer.drawn)
 

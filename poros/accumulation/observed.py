@@ -5,9 +5,7 @@ depends on data, is an error then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from types import FunctionType, MethodType
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from poros.accumulation.draws import UNPREDICTABLE, Drawn
 from poros.accumulation.gradients import Watch, has_hooks, leaves_of
 from poros.accumulation.in_place import UNKNOWN, USES, InPlace
 from poros.accumulation.modules import Modules
+from poros.accumulation.names import Names
 from poros.head.loss import LossInputs
 from poros.kernels.nodes import weakly
 from poros.model.runtime import Runtime
@@ -41,6 +40,7 @@ class Observer(InPlace):
     Attributes:
         reason: Why micro-batches like it have to run one after the other; None if they need not.
         may_pass: Whether the next one may be another one.
+        names: Of the code, in its parts.
         drawn: What it has drawn, and ``key`` for which shapes; None if no count explains it.
     """
 
@@ -55,7 +55,7 @@ class Observer(InPlace):
         self._left = [contents_of(each, without=OF_MODULES) for each in self._tables]
         """What is in the modules of the layers."""
         self._settings = Settings.capture()
-        self._names = Names(code)
+        self.names = Names(code, modules.now())
         self._calls = Calls(self._layers, watchers(), looks_at_all=True)
         self._conditions: list[Condition] = []
         self._handed: list[torch.Tensor] = []
@@ -107,10 +107,10 @@ class Observer(InPlace):
     def _begin_part(self) -> None:
         """Code of the loss begins that is not the layers'."""
         self._watch.begin()
-        self._names.begin()
+        self.names.begin()
 
     def _end_part(self) -> None:
-        self._names.end()
+        self.names.end()
         self._watch.end()
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
@@ -196,7 +196,7 @@ class Observer(InPlace):
 
     def _comes_to_head(self, asked: LossInputs) -> None:
         if self._num_heads == 0 and len(self._states) == 4:
-            self._names.begin()
+            self.names.begin()
         self._num_heads += 1
 
     def _asked(self) -> None:
@@ -267,7 +267,7 @@ class Observer(InPlace):
         self.drawn = Drawn.of([each.pytorch for each in (before, behind_first, behind, end)])
         if self.drawn is None:
             self.refuse(UNPREDICTABLE)
-        if (name := self._names.torn()) is not None:
+        if (name := self.names.torn()) is not None:
             self.refuse(f"the loss changes {name} before its layers or its head for what is behind")
 
     def look_between(self) -> None:
@@ -276,110 +276,5 @@ class Observer(InPlace):
             self.refuse("random numbers are drawn between micro-batches")
         if not self._is_unedited():
             self.refuse("parameters are edited, frozen or thawed between micro-batches")
-        if (name := self._names.changed_since()) is not None:
+        if (name := self.names.changed_since()) is not None:
             self.refuse(f"{name} changes between micro-batches")
-
-
-class Names:
-    """Names of the user's code that one part of it binds and another one reads.
-
-    Other micro-batches run between the parts. Looked at are attributes of objects that code is a
-    method of, of which it is seen in which part they are read; and variables around functions and
-    global variables that they use, and those of functions of the same file that these use, of
-    which it is assumed. So are the elements of containers, but not what is in other objects.
-    """
-
-    def __init__(self, code: Iterable[Any]) -> None:
-        self._owners: list[Any] = []
-        self._functions: list[FunctionType] = []
-        self._find(list(code))
-        self._read: list[set[str]] = []
-        """Of each part of the code, in order."""
-        self._undo: list[Callable[[], None]] = []
-        self._seen: list[list[dict[str, Any]]] = []
-        """Before and behind each part."""
-
-    def _find(self, todo: list[Any]) -> None:
-        seen = set[int]()
-        while todo:
-            each = todo.pop()
-            if id(each) in seen or isinstance(each, type):
-                continue
-            seen.add(id(each))
-            todo += [getattr(each, k) for k in ("func", "__self__", "__func__") if hasattr(each, k)]
-            if isinstance(each, FunctionType):
-                self._functions.append(each)
-                todo += [
-                    value
-                    for value in _variables(each).values()
-                    if getattr(value, "__globals__", None) is each.__globals__
-                ]
-            elif hasattr(each, "__dict__") and not isinstance(each, (nn.Module, MethodType)):
-                self._owners.append(each)
-                todo.append(type(each).__call__)
-
-    def begin(self) -> None:
-        """A part of the code begins: before the layers, behind them, or behind the head."""
-        self.end()
-        self._read.append(set())
-        self._seen.append(self._now())
-        for owner in self._owners:
-            with suppress(TypeError):  # of a class that nobody can write to: nothing is seen
-                self._undo.append(_noting_reads(owner, self._read[-1]))
-
-    def end(self) -> None:
-        """The part ends."""
-        if len(self._seen) < 2 * len(self._read):
-            self._seen.append(self._now())
-        while self._undo:
-            self._undo.pop()()
-
-    def torn(self) -> str | None:
-        """A name that is bound in one part, and read in another one."""
-        for part in range(len(self._read)):
-            others = set[str]().union(*self._read[:part], *self._read[part + 1 :])
-            for place, name in bound(*self._seen[2 * part : 2 * part + 2]):
-                if place >= len(self._owners) or name in others:
-                    return name
-        return None
-
-    def changed_since(self) -> str | None:
-        """A name that was bound since the code has ended, and that one of its parts reads."""
-        if not self._seen:
-            return None
-        read = set[str]().union(*self._read)
-        for place, name in bound(self._seen[-1], self._now()):
-            if place >= len(self._owners) or name in read:
-                return name
-        return None
-
-    def _now(self) -> list[dict[str, Any]]:
-        spaces = [*map(vars, self._owners), *map(_variables, self._functions)]
-        return list(map(contents_of, spaces))
-
-
-def _noting_reads(owner: Any, read: set[str]) -> Callable[[], None]:
-    """Have it noted which attributes of ``owner`` are read, by its class; gives what ends that."""
-    kind, name = type(owner), "__getattribute__"
-    own, genuine = vars(kind).get(name), getattr(kind, name)
-
-    def getattribute(self: Any, key: str) -> Any:
-        if self is owner:
-            read.add(key)
-        return genuine(self, key)
-
-    setattr(kind, name, getattribute)
-    return partial(delattr, kind, name) if own is None else partial(setattr, kind, name, own)
-
-
-def _variables(function: FunctionType) -> dict[str, Any]:
-    found = {
-        name: function.__globals__[name]
-        for name in function.__code__.co_names
-        if name in function.__globals__
-    }
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        with suppress(ValueError):  # nothing is bound yet
-            found[name] = cell.cell_contents
-    return found

@@ -264,6 +264,8 @@ class Captures:
         forms = self._forms.setdefault(call.layer.index, {})
         dense = call.layer.dense_address
         conditions, now = (kind, dense, call.conditions()), call.condition
+        for key in [k for k, old in forms.items() if old.condition.contents is not now.contents]:
+            del forms[key]  # it holds adapters that are gone
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
         if form and form.condition is not now and not now.reads_as(form.condition):

@@ -91,10 +91,10 @@ class Condition:
             and not self.contents.attributes.changed(self.attributes, other.attributes)
         )
 
-    def equals(self, other: "Condition") -> bool:
-        """Whether the layer computes the same in both."""
+    def equals(self, other: "Condition", wherever: bool = False) -> bool:
+        """Whether the layer computes the same in both; ``wherever``: with its block elsewhere."""
         return (
-            self.reads_as(other)
+            (self.is_like(other) if wherever else self.reads_as(other))
             and self.hooks == other.hooks
             and self.has_hooks == other.has_hooks
             and self.training == other.training

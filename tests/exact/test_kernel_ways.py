@@ -507,7 +507,7 @@ def test_training_and_evaluation(
     model, chosen = model_of(kernels), {**fields_of(choice), **POLICIES[policy]}
     captures = None
     if way == "recorded":
-        captures, _ = recorded(model, **chosen)
+        _, captures, _ = recorded(model, **chosen)
     else:
         prepare: Any = poros.prepare if way == "eager" else AdversarialPrepare()
         prepare(model, **{"loss": "reference", "device": "cpu", **chosen})

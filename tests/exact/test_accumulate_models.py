@@ -27,6 +27,7 @@ from tests.loops import (
     dense,
     ends,
     layers_of,
+    mlps,
     of,
     override,
     own_loss,
@@ -43,11 +44,7 @@ pytestmark = pytest.mark.usefixtures("known")
 
 def in_layers(forward: Callable[..., torch.Tensor]) -> Any:
     """With this forward of each layer's MLP: of the module, its own forward, and its input."""
-
-    def make(model: Model) -> None:
-        override((layer.mlp for layer in layers_of(model)), forward)
-
-    return make
+    return lambda model: override(mlps(model), forward)
 
 
 def drawing_by_data(mlp: Any, own: Any, given: torch.Tensor) -> torch.Tensor:
@@ -114,8 +111,7 @@ def patching(model: Model) -> Any:
     def loss(model: Model, batch: Any) -> torch.Tensor:
         if next(numbers) == 4:
             norm.forward = partial(lambda own, hidden: 2 * own(hidden), norm.forward)
-        found: torch.Tensor = model(**batch, use_cache=False).loss / 4
-        return found
+        return own_loss(model, batch)
 
     return loss
 
@@ -140,8 +136,7 @@ def using_what_goes_in(model: Model, batch: Any) -> torch.Tensor:
     """Whoever listens there would see two gradients for their sum."""
     embedded = model.get_input_embeddings()(batch["input_ids"])
     output = model(inputs_embeds=embedded, labels=batch["labels"], use_cache=False)
-    found: torch.Tensor = output.loss / 4 + embedded.float().square().mean()
-    return found
+    return output.loss / 4 + embedded.float().square().mean()
 
 
 def writing(change: float) -> Any:
@@ -174,6 +169,7 @@ def of_a_class_of_its_own(model: Model) -> None:
     trained(model)[0].__class__ = Own
 
 
+CHANGED = UnsupportedModelError, "while it runs"
 AROUND = {
     "a parameter of its own class": program(of_a_class_of_its_own, "a class of its own"),
     "draws that depend on data": program(
@@ -185,15 +181,9 @@ AROUND = {
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
     "a set": program(with_a_set),
-    "another scaling for some": program(
-        *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
-    ),
-    "a forward of its own for some": program(
-        *(patching, (UnsupportedModelError, "while it runs")), lengths=(12,)
-    ),
-    "another scaling of the first layer": program(
-        *(scaling(0), (UnsupportedModelError, "while it runs")), lengths=(12, 12, 9, 12)
-    ),
+    "another scaling for some": program(scaling(1), CHANGED, lengths=(12, 9, 12, 12)),
+    "a forward of its own for some": program(patching, CHANGED, lengths=(12,)),
+    "another scaling of the first layer": program(scaling(0), CHANGED, lengths=(12, 12, 9, 12)),
     "layers that leave a tensor": program(
         leaving(lambda found: found, lambda left: left), "uses parameters of layers"
     ),

@@ -21,7 +21,6 @@ from tests.exact.recorded import KEPT, as_resident, few, on_tapes, recorded, tra
 from tests.loops import (
     Model,
     adapted,
-    bf16,
     layers_of,
     mlps,
     num_groups,
@@ -152,12 +151,11 @@ def that_bind(layer: Any, own: Any, *args: Any, shared: Shared = None, **kwargs:
 
 
 def of_the_last(model: Model, batch: Any, shared: Shared) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch, use_cache=False, shared=shared).loss / 4
-    return loss + 0.01 * shared.get("left", 0.0)
+    return own_loss(model, {**batch, "shared": shared}) + 0.01 * shared.get("left", 0.0)
 
 
 def behind_all(model: Model, batch: Any, shared: Shared) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch, use_cache=False, shared=shared).loss / 4
+    loss = own_loss(model, {**batch, "shared": shared})
     shared["left"] = loss.detach()
     return loss
 
@@ -182,13 +180,9 @@ small = partial(with_layers, quantize=False)
 def shared_by(loss: Any, is_one: bool, model: Model, together: bool) -> list[Any]:
     one: Any = UserDict()
 
-    def of_batch(model: Model, batch: Any) -> torch.Tensor:
-        found: torch.Tensor = loss(model, batch, one if is_one else UserDict())
-        return found
-
     return loops.train(
         *(model, together),
-        loss=of_batch,
+        loss=lambda model, batch: loss(model, batch, one if is_one else UserDict()),
         sizes=(4,) * 4,
         lengths=(12,),
         between=lambda model, number: one.clear(),
@@ -262,18 +256,13 @@ def test_containers_of_a_layer_that_are_edited(kind: Callable[..., Any]) -> None
 def test_a_tensor_of_ones_own_goes_into_the_layers_under_autocast() -> None:
     """Which casts a leaf once for all modules of a first layer that has no norm at its input."""
 
-    def in_autocast(model: Model, batch: Any) -> torch.Tensor:
-        with bf16():
-            found: torch.Tensor = model(**batch, use_cache=False).loss / 4
-        return found
-
     def run(model: Model, together: bool) -> list[Any]:
         found: list[Any] = []
         for _ in range(3):
             own = [torch.randn(1, 12, 64).requires_grad_() for _ in range(4)]
             labels = torch.arange(12)[None]
             given = [{"inputs_embeds": each, "labels": labels} for each in own]
-            found += loops.accumulated(model, given, in_autocast, together)
+            found += loops.accumulated(model, given, loops.in_autocast, together)
             found += [each.grad for each in (*own, *loops.trained(model))]
         return found
 

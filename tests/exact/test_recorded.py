@@ -26,18 +26,9 @@ from poros.replay.graphs import Fixed
 from poros.slots.schedule import Phase
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
-from tests.exact.recorded import (
-    KEPT,
-    as_resident,
-    few,
-    gradients,
-    loss_of,
-    recorded,
-    spoil,
-    train,
-)
+from tests.exact.recorded import KEPT, as_resident, few, gradients, loss_of, recorded, spoil, train
 from tests.loops import adapted, bf16, build, same, streamed, trained
-from tests.replaced import in_place_of, noted
+from tests.replaced import Patch, in_place_of, noted
 from tests.support import leaves_keys_always
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -199,7 +190,7 @@ def test_gradients_of_adapters_keep_no_memory_of_others() -> None:
 @pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("operator", ["mm", "bernoulli"])
 def test_a_recording_that_gives_other_bits_is_never_used(
-    operator: str, which: int, monkeypatch: pytest.MonkeyPatch
+    operator: str, which: int, monkeypatch: Patch
 ) -> None:
     """One that leaves out an operator, a random one too."""
     model, captures, recorder = recorded(few(lora_dropout=0.1))
@@ -231,10 +222,7 @@ def with_a_draw_more(steps: list[Any]) -> None:
     ("fault", "found"), [(without_a_product, "result 0"), (with_a_draw_more, "random numbers")]
 )
 def test_under_strict_a_recording_with_other_bits_is_an_error(
-    fault: Callable[[list[Any]], None],
-    found: str,
-    around: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[list[Any]], None], found: str, around: Any, monkeypatch: Patch
 ) -> None:
     def forwards(model: Model) -> None:
         for number in range(6):  # another row each: memory holds results of the one before
@@ -254,7 +242,7 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
 
 @pytest.mark.parametrize("way", ["recomputed", "kept", "together"])
 def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: Patch
 ) -> None:
     """Together, several backwards of a layer come before what proves the first can be recorded."""
     make_unsteady(monkeypatch)
@@ -272,7 +260,7 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
 
 
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     make_unsteady(monkeypatch)
     model, captures, _ = recorded(few(lora_dropout=0.1), self_check="off")
@@ -306,9 +294,7 @@ def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> 
     assert captures.num_replays == 2 * (3 + 2)
 
 
-def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_tokens_are_not_recorded_unless_that_is_asked_for(monkeypatch: Patch) -> None:
     """The device is busy with them for longer than the host."""
     expected = train(few(), 6, 2)
     monkeypatch.setattr(chosen, "_most_parameters", lambda blocks: 10)
@@ -343,9 +329,7 @@ def test_nothing_is_recorded_within_a_backward() -> None:
     assert set(places) <= {-1} and recorder.num_recorded > 0
 
 
-def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(monkeypatch: Patch) -> None:
     model, *_ = recorded(few(), self_check="off", offload_boundaries=True)
     offloaded = noted(monkeypatch, ActivationOffloader, "offload")
     for layer in model.base_model.model.model.layers:
@@ -374,9 +358,7 @@ def test_recordings_that_do_not_pay_make_the_next_ones_rarer() -> None:
     assert captures.num_replays > 0
 
 
-def test_lengths_that_alternate_do_not_drive_each_other_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lengths_that_alternate_do_not_drive_each_other_out(monkeypatch: Patch) -> None:
     """One length more than there are places: that one runs as always, and nothing anew.
 
     On a GPU the host waits for the device as memory is given back: only when something is recorded.
@@ -427,7 +409,7 @@ def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:
 
 @pytest.mark.parametrize("keep_last", [0, 2])
 def test_what_is_known_of_calls_stays_known_in_other_rooms(
-    keep_last: int, monkeypatch: pytest.MonkeyPatch
+    keep_last: int, monkeypatch: Patch
 ) -> None:
     """No layer keeps a graph beside its recording: both of all layers may be above a budget."""
     model, captures, recorder = recorded(few(lora_dropout=0.1), self_check="off")
@@ -477,9 +459,7 @@ def test_a_checksum_tells_what_regular_edits_do(dtype: torch.dtype) -> None:
 # Controls.
 
 
-def test_control_gradients_that_are_not_copied_out_are_overwritten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_control_gradients_that_are_not_copied_out_are_overwritten(monkeypatch: Patch) -> None:
     """Autograd keeps what it is handed as ``.grad``, and the next visit writes there."""
     model, captures, _ = recorded(few(lora_dropout=0.1))
     monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
@@ -488,7 +468,7 @@ def test_control_gradients_that_are_not_copied_out_are_overwritten(
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
-    is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+    is_guarded: bool, monkeypatch: Patch
 ) -> None:
     """Recorded first, it may compute where the later one, recorded then, has its graph."""
     if not is_guarded:

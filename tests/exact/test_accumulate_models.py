@@ -24,6 +24,8 @@ from tests.loops import (
     Control,
     Training,
     adapted,
+    before,
+    behind,
     dense,
     ends,
     layers_of,
@@ -69,12 +71,11 @@ def other_rates(model: Model) -> None:
 # Around layers.
 
 
-def dropout_outside(model: Model) -> None:
-    """What comes behind the last layer is not known before: the first group ends early."""
-    for module in (model.get_base_model().model.norm, model.get_input_embeddings()):
-        module.register_forward_hook(
-            lambda module, args, output: torch.nn.functional.dropout(output, 0.1)
-        )
+dropout_outside = behind(
+    lambda module, args, output: torch.nn.functional.dropout(output, 0.1),
+    *("model.norm", "embed_tokens"),
+)
+"""What comes behind the last layer is not known before: the first group ends early."""
 
 
 def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = float) -> Any:
@@ -142,13 +143,10 @@ def using_what_goes_in(model: Model, batch: Any) -> torch.Tensor:
 def writing(change: float) -> Any:
     """A forward writes to a buffer; with 0 what was in it, as DDP does before a forward."""
 
-    def make(model: Model) -> None:
-        def write(module: Any, args: Any) -> None:
-            module.inv_freq.copy_(module.inv_freq * (1 + change))
+    def write(module: Any, args: Any) -> None:
+        module.inv_freq.copy_(module.inv_freq * (1 + change))
 
-        model.get_base_model().model.rotary_emb.register_forward_pre_hook(write)
-
-    return make
+    return before(write, "rotary_emb")
 
 
 def vocabulary(is_tied: bool) -> Model:
@@ -301,8 +299,7 @@ def mask_by_compiled_code(layer: Any, hidden: torch.Tensor, given: Arguments) ->
 
 def frozen_below() -> Model:
     model = dense()
-    for parameter in layers_of(model)[0].parameters():
-        parameter.requires_grad_(False)
+    layers_of(model)[0].requires_grad_(False)
     return model
 
 

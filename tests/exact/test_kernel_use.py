@@ -31,6 +31,7 @@ from tests.loops import (
     SEVEN,
     Model,
     adapted,
+    at,
     differences,
     fill,
     layers_of,
@@ -300,12 +301,7 @@ def merge_and_unmerge(model: Model) -> None:
 
 
 def of_weights(edit: Callable[[Any], object]) -> Callable[[Model], None]:
-    def change(model: Model) -> None:
-        with torch.no_grad():
-            for mlp in mlps(model):
-                edit(mlp.up_proj.base_layer.weight)
-
-    return change
+    return at(torch.no_grad()(lambda module: edit(module.weight)), "up_proj.base_layer")
 
 
 EDITS: dict[str, Callable[[Model], None]] = {

@@ -229,20 +229,9 @@ def require_near(plain: Bits, found: Bits, share: float) -> None:
         assert error <= share * plain[key].double().norm() + 1e-5, key
 
 
-def frozen(part: str) -> Callable[[Model], None]:
-    def change(model: Model) -> None:
-        for name, parameter in model.named_parameters():
-            if part in name:
-                parameter.requires_grad_(False)
-
-    return change
-
-
-def wide_norms(model: Model) -> None:
-    """As ``prepare_model_for_kbit_training`` has them."""
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = parameter.data.float()
+frozen = partial(at, lambda module: module.requires_grad_(False))
+wide_norms = at(nn.Module.float, "norm")
+"""As ``prepare_model_for_kbit_training`` has them."""
 
 
 def tied(model: Model) -> None:
@@ -294,7 +283,7 @@ GROUPED = {
     "gate and up": Row({"target_modules": ["gate_proj", "up_proj"], **NARROW}, num_ours=4),
     "A frozen": Row(NARROW, change=frozen("lora_A")),
     "B frozen": Row(DENSE, bf16, frozen("q_proj.lora_B")),
-    "one frozen": Row(NARROW, change=frozen("gate_proj.lora")),
+    "one frozen": Row(NARROW, change=frozen("gate_proj.lora_A", "gate_proj.lora_B")),
     "tied": Row(DENSE, change=tied),
     "tied, autocast": Row(DENSE, bf16, tied),
     "a hook before k": Row(NARROW, change=before(halve, "k_proj")),

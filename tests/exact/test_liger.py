@@ -18,7 +18,7 @@ from poros.planning.request import PlanRequest
 from tests.covers import with_slow
 from tests.exact.recorded import KEPT, recorded
 from tests.liger import liger_alone, liger_interpreted
-from tests.loops import adapted, mlps, nothing, same, train
+from tests.loops import adapted, at, mlps, nothing, same, train
 from tests.replaced import noted
 
 Model = Any
@@ -121,9 +121,7 @@ def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -
     assert [module.__dict__.get("forward") for module in model.modules()] == before
 
 
-def own_forwards(model: Model) -> None:
-    for each in mlps(model):
-        del each.forward
+own_forwards = at(lambda mlp: delattr(mlp, "forward"), ".mlp")
 
 
 def wrapped_forwards(model: Model) -> None:

@@ -179,9 +179,7 @@ def of_inference(batch: Batch) -> Batch:
 def trained_below() -> Model:
     """Embeddings are trained, and the first layer is not adapted."""
     model = dense(dropout=0.0, num_layers=3)
-    for name, each in model.named_parameters():
-        if ".layers.0." in name:
-            each.requires_grad_(False)
+    layers_of(model)[0].requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
     return model
 

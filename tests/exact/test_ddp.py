@@ -30,7 +30,7 @@ from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from tests.comparing import compare_mappings
 from tests.exact.programs import trained as named_trained
-from tests.loops import ON_HOST, slice_resident_loss, trained
+from tests.loops import ON_HOST, at, slice_resident_loss, trained
 from tests.support import make_model, prepare_plain
 from tests.trainers import LOG, rows, train_with_trainer, trainer_arguments
 
@@ -139,9 +139,7 @@ def build(cell: Cell, rank: int) -> Any:
     if cell.has_unused:
         with torch.random.fork_rng(devices=[]):
             model.add_adapter(UNUSED, model.peft_config["default"])
-        for name, parameter in model.named_parameters():
-            if f".{UNUSED}." in name:
-                parameter.requires_grad_(True)
+        at(lambda module: module.requires_grad_(True), f".{UNUSED}")(model)
     model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
     if cell.input_grads:
         model.enable_input_require_grads()

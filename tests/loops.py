@@ -299,7 +299,7 @@ def facts_of(value: object, name: str = "result") -> Facts:
     items: list[tuple[object, object]] = []
     if isinstance(value, Mapping):
         items = list(value.items())
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | np.ndarray):
         items = list(enumerate(value))
     else:
         return {} if value is None else {name: value}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
 """Makes a change of the code, until the patch is undone."""
 
 
@@ -15,7 +16,7 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
 
     def decorate(instead: Callable[..., Any]) -> Plant:
         @wraps(instead)
-        def plant(patch: pytest.MonkeyPatch) -> None:
+        def plant(patch: Patch) -> None:
             genuine = getattr(owner, name)
 
             def called(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +31,16 @@ def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
     return decorate
 
 
-def noted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+def raising(error: type[BaseException], *said: str) -> Callable[..., Any]:
+    """A function, or a hook, that raises such an error whatever it is given."""
+
+    def instead(*_: Any, **__: Any) -> Any:
+        raise error(*said)
+
+    return instead
+
+
+def noted(patch: Patch, owner: Any, name: str) -> list[tuple[Any, ...]]:
     """What a function is given from now on, and a method behind its object; it does what it did."""
     calls: list[tuple[Any, ...]] = []
 

@@ -32,19 +32,12 @@ def trained(model: Model) -> dict[str, torch.nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def train(model: Model, **spec: Any) -> object:
-    """Two steps of the reference loop, all that they compute."""
-    return loops.run(model, **spec)
-
-
-train_under_autocast = partial(train, autocast_dtype=torch.bfloat16)
+train: Program = loops.run
+"""Two steps of the reference loop, all that they compute."""
+train_under_autocast = partial(loops.run, autocast_dtype=torch.bfloat16)
 
 
 # One step, and what may surround its forward and its backward.
-
-
-def only_math() -> AbstractContextManager[Any]:
-    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
 
 
 def one_step(forward: Context = nullcontext, backward: Context = nullcontext) -> Program:
@@ -60,7 +53,7 @@ def one_step(forward: Context = nullcontext, backward: Context = nullcontext) ->
 
 
 STEP = one_step()
-MATH_STEP = one_step(forward=only_math)
+MATH_STEP = one_step(forward=partial(sdpa_kernel, SDPBackend.MATH))
 
 
 # Backwards.
@@ -94,13 +87,21 @@ def gradients_of_their_own(model: Model) -> None:
     assert len({each.untyped_storage().data_ptr() for each in gradients}) == len(gradients)
 
 
-def layer_outside_of_the_model(model: Model) -> object:
+@contextmanager
+def caught_inputs(model: Model, index: int) -> Iterator[dict[str, Any]]:
+    """What layer ``index`` is called with."""
     seen: dict[str, Any] = {}
-    handle = layers_of(model)[1].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.update(kwargs, hidden=args[0]), with_kwargs=True
-    )
-    model(**batches()[1])
-    handle.remove()
+
+    def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.update(kwargs, hidden=args[0] if args else kwargs["hidden_states"])
+
+    with layers_of(model)[index].register_forward_pre_hook(look, with_kwargs=True):
+        yield seen
+
+
+def layer_outside_of_the_model(model: Model) -> object:
+    with caught_inputs(model, 1) as seen:
+        model(**batches()[1])
     hidden = seen.pop("hidden").detach().requires_grad_()
     seen["past_key_values"] = None
     torch.manual_seed(0)
@@ -131,12 +132,9 @@ def create_graph(model: Model) -> None:
 
 
 def functional_gradient(model: Model) -> object:
-    named = trained(model)
-
-    def loss_of_values(values: Any) -> Any:
-        return torch.func.functional_call(model, values, kwargs=batches()[0]).loss
-
-    return torch.func.grad(loss_of_values)({name: each.detach() for name, each in named.items()})
+    values = {name: each.detach() for name, each in trained(model).items()}
+    call = partial(torch.func.functional_call, model, kwargs=batches()[0])
+    return torch.func.grad(lambda given: call(given).loss)(values)
 
 
 # Losses on what passes between the layers.
@@ -261,24 +259,6 @@ def contrast(model: Model) -> object:
 # those of penalties and of further forwards.
 
 
-def uncached() -> Any:
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-
-
-def region(model: Model) -> None:
-    """A forward in it, and its backward behind it."""
-    with bf16():
-        loss = loss_of(model)
-    loss.backward()
-
-
-def without_a_cache(model: Model) -> None:
-    with uncached():
-        loss = loss_of(model)
-    loss.backward()
-    region(model)
-
-
 def penalty(model: Model) -> torch.Tensor:
     """In reverse, so that the casts of a region are not made in the order of the layers."""
     matrices = [each for name, each in model.named_parameters() if "lora_A" in name]
@@ -286,31 +266,28 @@ def penalty(model: Model) -> torch.Tensor:
     return 0.1 * torch.stack(terms).sum()
 
 
-def with_penalty(model: Model) -> None:
-    with uncached():
-        loss = loss_of(model) + penalty(model)
-    loss.backward()
+def in_region(
+    before: Callable[[Model], object] = loops.nothing,
+    behind: Callable[[Model], object] = loops.nothing,
+    penalized: str = "",
+    is_cached: bool = True,
+) -> Program:
+    """A forward in a region, and its backward behind it; ``penalized``: inside or outside."""
+
+    def program(model: Model) -> None:
+        with bf16(cache_enabled=is_cached):
+            before(model)
+            loss = loss_of(model)
+            loss = loss + penalty(model) if penalized == "inside" else loss
+        (loss + penalty(model) if penalized == "outside" else loss).backward()
+        behind(model)
+
+    return program
 
 
-def penalty_outside(model: Model) -> None:
-    with bf16():
-        loss = loss_of(model)
-    (loss + penalty(model)).backward()
-
-
-def behind_a_penalty(model: Model) -> None:
-    with bf16():
-        penalty(model).backward()
-        loss = loss_of(model)
-    loss.backward()
-
-
-def behind_an_evaluation(model: Model) -> None:
-    with bf16():
-        with torch.no_grad():
-            loss_of(model)
-        loss = loss_of(model)
-    loss.backward()
+REGION = in_region()
+PENALTY_INSIDE = in_region(penalized="inside", is_cached=False)
+PENALTY_OUTSIDE = in_region(penalized="outside")
 
 
 def penalty_by_accelerate(model: Model) -> None:
@@ -326,6 +303,17 @@ def retained(model: Model) -> None:
         first.backward(retain_graph=True)
         second = loss_of(model, 1)
     (first + second).backward()
+
+
+IN_REGIONS: dict[str, tuple[Program, bool]] = {
+    "without a cache, then with one": (in_region(behind=REGION, is_cached=False), True),
+    "a penalty without a cache": (PENALTY_INSIDE, True),
+    # Where casts are there before the layers are, it is not seen when gradients arrive.
+    "behind a penalty": (in_region(lambda model: penalty(model).backward()), False),
+    "behind an evaluation": (in_region(torch.no_grad()(loss_of)), False),
+    "retained": (retained, True),
+}
+"""And whether their visits may be replayed."""
 
 
 def updates_in_one_region(
@@ -345,11 +333,8 @@ def updates_in_one_region(
 @contextmanager
 def hooked(model: Model, path: str, hook: Callable[..., Any]) -> Iterator[None]:
     """A forward hook on a module of layer 1."""
-    handle = layers_of(model)[1].get_submodule(path).register_forward_hook(hook)
-    try:
+    with layers_of(model)[1].get_submodule(path).register_forward_hook(hook):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -428,13 +413,11 @@ def kept_by_kernels(part: str) -> Program:
 
 
 def older_hook(model: Model) -> object:
-    handle = layers_of(model)[1].mlp.act_fn.register_backward_hook(
-        lambda module, given, found: tuple(each if each is None else 1.5 * each for each in given)
-    )
-    try:
+    def larger(module: Any, given: Any, found: Any) -> Any:
+        return tuple(each if each is None else 1.5 * each for each in given)
+
+    with layers_of(model)[1].mlp.act_fn.register_backward_hook(larger):
         return STEP(model)
-    finally:
-        handle.remove()
 
 
 def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -555,10 +538,8 @@ class KeepsAsItLikes(torch.autograd.Function):
 
 
 def function_of_others(model: Model) -> object:
-    def hook(module: Any, args: Any, output: torch.Tensor) -> Any:
-        return KeepsAsItLikes.apply(output, layers_of(model)[1].self_attn.o_proj.weight)
-
-    return with_hook(hook)(model)
+    other = layers_of(model)[1].self_attn.o_proj
+    return with_hook(lambda m, args, output: KeepsAsItLikes.apply(output, other.weight))(model)
 
 
 def bitsandbytes_beside(model: Model) -> None:

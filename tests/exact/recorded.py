@@ -11,7 +11,7 @@ import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
 from tests import loops
-from tests.loops import adapted, trained
+from tests.loops import Subject, adapted, same, trained
 from tests.support import AS_PLAIN, poison_what_is_released
 from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
@@ -23,11 +23,19 @@ few = partial(adapted, target_modules=["q_proj", "down_proj"])
 """With two adapters a layer: what is recorded is the layer."""
 
 
-def recorded(model: Model, **policy: Any) -> tuple[Any, TapeRecorder]:
+def recorded(model: Model, **policy: Any) -> tuple[Model, Any, TapeRecorder]:
+    """The model, prepared; its captures; and what records them."""
     recorder = TapeRecorder()
     chosen = poros.StreamingPolicy(loss="reference", device="cpu", **policy)
     prepare_with(model, chosen, recorder=recorder)
-    return poros.runtime(model).context.captures, recorder
+    return model, poros.runtime(model).context.captures, recorder
+
+
+def as_resident(make: Subject, run: Callable[[Model], list[Any]], **policy: Any) -> Any:
+    """A run of a recorded model has the bits of a resident one; its captures."""
+    model, captures, _ = recorded(make(), **policy)
+    assert same(run(model), run(make()))
+    return captures
 
 
 def loss_of(model: Model, length: int = 12, shift: int = 0) -> torch.Tensor:

@@ -51,8 +51,7 @@ def two_adapters() -> Model:
 
 def partly_frozen() -> Model:
     model = build()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and "layers.1." not in name)
+    layers_of(model)[1].requires_grad_(False)
     layers_of(model)[2].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
     return model
 

@@ -22,7 +22,6 @@ from poros.accumulation import group
 from poros.accumulation.draws import Draws
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
-from poros.api import prepare_with
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.gates import tiny
 from poros.kernels import dense_memory, dequantize
@@ -30,7 +29,6 @@ from poros.kernels.dense_memory import DenseLayer
 from poros.model.sizing import ResidencyPlan
 from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
-from poros.stream.rng import RngStash
 from tests import loops
 from tests.exact.recorded import KEPT, on_tapes, recorded
 from tests.journal import count, walk
@@ -46,6 +44,7 @@ from tests.loops import (
     ends_so,
     in_autocast,
     later,
+    layers_of,
     made,
     num_groups,
     of,
@@ -57,13 +56,10 @@ from tests.loops import (
     train,
     training,
 )
-from tests.replaced import Plant, in_place_of
-from tests.support import AS_PLAIN, AdversarialPrepare, leaves_keys_always, prepare_plain
-from tools.adversary import AdversarialStreams
-from tools.tape import TapeRecorder
+from tests.replaced import Patch, Plant, in_place_of, raising
+from tests.support import AdversarialPrepare, leaves_keys_always, prepare_plain
 
 Model = Any
-Patch = pytest.MonkeyPatch
 FP32 = torch.float32
 NUM_LAYERS = 3
 """Of models that are asked for no other number."""
@@ -98,10 +94,7 @@ def evaluating(model: Model, number: int) -> None:
 
 
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
-ALONE = {
-    "gemma4_shared_kv": "layers share tensors",
-    "mixtral": "outputs of layers are recorded",
-}
+ALONE = {"gemma4_shared_kv": "layers share tensors", "mixtral": "outputs of layers are recorded"}
 PROGRAMS = {
     # Of dtypes, dropout and forms of the base each comes, with others.
     "nf4": program(base=training, **MIXED),
@@ -151,8 +144,7 @@ AHEAD = 1 + len(SIZES)
 
 def read_logits(model: Model, batch: Batch) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    found: torch.Tensor = torch.logsumexp(logits.float(), dim=-1).mean()
-    return found
+    return torch.logsumexp(logits.float(), dim=-1).mean()
 
 
 def counted(model: Model) -> Loss:
@@ -277,13 +269,11 @@ def test_replayed_visits_of_a_reference_between() -> None:
         policy = model(input_ids=tokens, use_cache=False).logits.float()
         with torch.no_grad(), model.disable_adapter():
             reference = model(input_ids=tokens, use_cache=False).logits.float()
-        value: torch.Tensor = (policy - reference).pow(2).mean() + policy.logsumexp(-1).mean()
-        return value
+        return (policy - reference).pow(2).mean() + policy.logsumexp(-1).mean()
 
     run: Any = {"sizes": (4,) * 6, "lengths": (12, 20, 12, 9), "loss": loss}
     expected = train(adapted(), False, **run)
-    model = adapted()
-    captures, _ = recorded(model, **KEPT)
+    model, captures, _ = recorded(adapted(), **KEPT)
     assert same(train(model, **run), expected) and captures.num_replays > 10
 
 
@@ -339,7 +329,8 @@ def test_each_weight_is_made_dense_once_a_group_and_pass(
     # and v of the first layer have not, in the micro-batch that is watched by itself.
     assert counted.num_single == 7 * NUM_LAYERS - 3
     runtime = poros.runtime(model)
-    largest = 2 * sum(p.numel() for p in projections(model, 0))
+    weights = (each for each in layers_of(model)[0].parameters() if hasattr(each, "quant_state"))
+    largest = 2 * sum(each.quant_state.shape.numel() for each in weights)
     plain = prepare_plain(training(), slots=2, self_check="off")
     train_threes(plain, sizes=(3,))
     assert runtime.device_num_bytes - poros.runtime(plain).device_num_bytes == largest
@@ -359,14 +350,6 @@ def test_a_copied_weight_is_no_part_of_what_is_shared(monkeypatch: Patch) -> Non
     assert all(each.weight.quant_state.dense_place is None for each in copied)
 
 
-def projections(model: Model, layer: int) -> list[torch.Tensor]:
-    found = model.get_base_model().model.layers[layer].modules()
-    weights = (getattr(module, "weight", None) for module in found)
-    states = [each.quant_state for each in weights if hasattr(each, "quant_state")]
-    unique = {id(state): torch.empty(state.shape, device="meta") for state in states}
-    return list(unique.values())
-
-
 def test_without_sharing_each_micro_batch_makes_weights_dense(monkeypatch: Patch) -> None:
     counted = Counted(monkeypatch)
     train_threes(on_tapes(training(), slots=2), sizes=THREE_EACH)
@@ -380,13 +363,8 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
     run: Any = {"sizes": (3, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
     expected = train_threes(training(), together=False, **run)
-    model = training()
-    policy = poros.StreamingPolicy(
-        **AS_PLAIN, slots=3, keep_last=keep_last, device="cpu", share_dense=True
-    )
-    prepare_with(model, policy, recorder=TapeRecorder())
+    model, captures, _ = recorded(training(), slots=3, keep_last=keep_last, share_dense=True)
     assert same(train_threes(model, **run), expected) and num_groups(model) == 5
-    captures: Any = poros.runtime(model).context.captures
     kinds = {
         form.dense_address is not None
         for forms in captures._forms.values()
@@ -401,9 +379,7 @@ def test_what_one_micro_batch_shows_holds_for_those_together_and_in_another_room
     shares: bool,
 ) -> None:
     """Each layer runs for the first one, and beside what is compared with it, in each room."""
-    model = training()
-    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu", share_dense=shares)
-    prepare_with(model, policy, recorder=TapeRecorder())
+    model, *_ = recorded(training(), slots=2, share_dense=shares)
     eager = []
 
     def move(model: Model, number: int) -> None:
@@ -420,9 +396,7 @@ def test_what_one_micro_batch_shows_holds_for_those_together_and_in_another_room
 
 def test_a_group_leaves_nothing_to_the_collector_of_python() -> None:
     """So a change of room frees the slots that were there."""
-    model = training()
-    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu", share_dense=True)
-    prepare_with(model, policy, recorder=TapeRecorder())
+    model, *_ = recorded(training(), slots=2, share_dense=True)
     runtime = poros.runtime(model)
     gc.disable()
     try:
@@ -468,10 +442,7 @@ def test_a_smaller_budget_goes_without_dense_weights(expected: list[torch.Tensor
 
 
 def test_no_memory_for_dense_weights(expected: list[torch.Tensor], monkeypatch: Patch) -> None:
-    def out_of_memory(self: DenseLayer) -> None:
-        raise torch.OutOfMemoryError("none")
-
-    monkeypatch.setattr(DenseLayer, "allocate", out_of_memory)
+    monkeypatch.setattr(DenseLayer, "allocate", raising(torch.OutOfMemoryError, "none"))
     model = prepare_plain(training(), slots=2, share_dense=True)
     assert same(train_threes(model), expected) and num_groups(model) == 3
 
@@ -505,11 +476,7 @@ def test_control_a_fault_of_dense_weights_shows(fault: Plant, monkeypatch: Patch
     """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
     expected = train_threes(training(), together=False, sizes=THREE_EACH)
     fault(monkeypatch)
-    policy = poros.StreamingPolicy(
-        **AS_PLAIN, slots=2, device="cpu", share_dense=True, self_check="off"
-    )
-    model, streams = training(), AdversarialStreams()
-    prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
+    model = on_tapes(training(), share_dense=True)
     assert not same(train_threes(model, sizes=THREE_EACH), expected)
 
 
@@ -533,11 +500,10 @@ def last_group_first(
 
 
 def test_a_wrong_random_plan_is_seen_before_gradients_change(monkeypatch: Patch) -> None:
-    def one_too_many(state: RngStash, found: Draws) -> RngStash:
-        return later_state(state, Draws(found.cpu + 1, found.device))
-
-    later_state = group.later
-    monkeypatch.setattr(group, "later", one_too_many)
+    genuine = group.later
+    monkeypatch.setattr(
+        group, "later", lambda state, found: genuine(state, Draws(found.cpu + 1, found.device))
+    )
     assert ends(FAULTY._replace(end=(RematerializationError, "random numbers")))
     # And shows if nobody checks it.
     monkeypatch.setattr(MicroBatch, "begin_at", lambda self, now: None)

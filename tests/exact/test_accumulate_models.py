@@ -24,9 +24,12 @@ from tests.loops import (
     Control,
     Training,
     adapted,
+    before,
+    behind,
     dense,
     ends,
     layers_of,
+    mlps,
     of,
     override,
     own_loss,
@@ -43,11 +46,7 @@ pytestmark = pytest.mark.usefixtures("known")
 
 def in_layers(forward: Callable[..., torch.Tensor]) -> Any:
     """With this forward of each layer's MLP: of the module, its own forward, and its input."""
-
-    def make(model: Model) -> None:
-        override((layer.mlp for layer in layers_of(model)), forward)
-
-    return make
+    return lambda model: override(mlps(model), forward)
 
 
 def drawing_by_data(mlp: Any, own: Any, given: torch.Tensor) -> torch.Tensor:
@@ -72,12 +71,11 @@ def other_rates(model: Model) -> None:
 # Around layers.
 
 
-def dropout_outside(model: Model) -> None:
-    """What comes behind the last layer is not known before: the first group ends early."""
-    for module in (model.get_base_model().model.norm, model.get_input_embeddings()):
-        module.register_forward_hook(
-            lambda module, args, output: torch.nn.functional.dropout(output, 0.1)
-        )
+dropout_outside = behind(
+    lambda module, args, output: torch.nn.functional.dropout(output, 0.1),
+    *("model.norm", "embed_tokens"),
+)
+"""What comes behind the last layer is not known before: the first group ends early."""
 
 
 def leaving(leave: Callable[[torch.Tensor], Any], read: Callable[[Any], Any] = float) -> Any:
@@ -114,8 +112,7 @@ def patching(model: Model) -> Any:
     def loss(model: Model, batch: Any) -> torch.Tensor:
         if next(numbers) == 4:
             norm.forward = partial(lambda own, hidden: 2 * own(hidden), norm.forward)
-        found: torch.Tensor = model(**batch, use_cache=False).loss / 4
-        return found
+        return own_loss(model, batch)
 
     return loss
 
@@ -140,20 +137,16 @@ def using_what_goes_in(model: Model, batch: Any) -> torch.Tensor:
     """Whoever listens there would see two gradients for their sum."""
     embedded = model.get_input_embeddings()(batch["input_ids"])
     output = model(inputs_embeds=embedded, labels=batch["labels"], use_cache=False)
-    found: torch.Tensor = output.loss / 4 + embedded.float().square().mean()
-    return found
+    return output.loss / 4 + embedded.float().square().mean()
 
 
 def writing(change: float) -> Any:
     """A forward writes to a buffer; with 0 what was in it, as DDP does before a forward."""
 
-    def make(model: Model) -> None:
-        def write(module: Any, args: Any) -> None:
-            module.inv_freq.copy_(module.inv_freq * (1 + change))
+    def write(module: Any, args: Any) -> None:
+        module.inv_freq.copy_(module.inv_freq * (1 + change))
 
-        model.get_base_model().model.rotary_emb.register_forward_pre_hook(write)
-
-    return make
+    return before(write, "rotary_emb")
 
 
 def vocabulary(is_tied: bool) -> Model:
@@ -174,6 +167,7 @@ def of_a_class_of_its_own(model: Model) -> None:
     trained(model)[0].__class__ = Own
 
 
+CHANGED = UnsupportedModelError, "while it runs"
 AROUND = {
     "a parameter of its own class": program(of_a_class_of_its_own, "a class of its own"),
     "draws that depend on data": program(
@@ -185,15 +179,9 @@ AROUND = {
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
     "a set": program(with_a_set),
-    "another scaling for some": program(
-        *(scaling(1), (UnsupportedModelError, "while it runs")), lengths=(12, 9, 12, 12)
-    ),
-    "a forward of its own for some": program(
-        *(patching, (UnsupportedModelError, "while it runs")), lengths=(12,)
-    ),
-    "another scaling of the first layer": program(
-        *(scaling(0), (UnsupportedModelError, "while it runs")), lengths=(12, 12, 9, 12)
-    ),
+    "another scaling for some": program(scaling(1), CHANGED, lengths=(12, 9, 12, 12)),
+    "a forward of its own for some": program(patching, CHANGED, lengths=(12,)),
+    "another scaling of the first layer": program(scaling(0), CHANGED, lengths=(12, 12, 9, 12)),
     "layers that leave a tensor": program(
         leaving(lambda found: found, lambda left: left), "uses parameters of layers"
     ),
@@ -311,8 +299,7 @@ def mask_by_compiled_code(layer: Any, hidden: torch.Tensor, given: Arguments) ->
 
 def frozen_below() -> Model:
     model = dense()
-    for parameter in layers_of(model)[0].parameters():
-        parameter.requires_grad_(False)
+    layers_of(model)[0].requires_grad_(False)
     return model
 
 

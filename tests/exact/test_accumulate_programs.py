@@ -36,6 +36,7 @@ from tests.loops import (
 )
 
 Model = Any
+UNSUPPORTED = UnsupportedModelError
 pytestmark = pytest.mark.usefixtures("known")
 
 # Batches that the loss edits.
@@ -151,8 +152,7 @@ def reading(model: Model, batch: Batch) -> torch.Tensor:
 
 
 def reading_before(model: Model, batch: Batch) -> torch.Tensor:
-    found = size(each.grad for each in trained(model))
-    return own_loss(model, batch) * (1 + found)
+    return (1 + size(each.grad for each in trained(model))) * own_loss(model, batch)
 
 
 def behind_its_backward(act: Callable[[Model], None]) -> Loss:
@@ -202,9 +202,8 @@ def hooked_at_a_node(model: Model, batch: Batch) -> torch.Tensor:
     """A hook on the node of an adapter, for the time of this backward."""
     parameter = trained(model)[0]
     node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    hook = node.register_prehook(lambda given: (0.5 * given[0],))
-    own_loss(model, batch).backward()
-    hook.remove()
+    with node.register_prehook(lambda given: (0.5 * given[0],)):
+        own_loss(model, batch).backward()
     return torch.zeros((), requires_grad=True)
 
 
@@ -239,8 +238,7 @@ def another_backward(model: Model, batch: Batch) -> torch.Tensor:
 def backward_twice(model: Model, batch: Batch) -> torch.Tensor:
     output = model(**batch, use_cache=False)
     output.logits.square().mean().backward(retain_graph=True)
-    loss: torch.Tensor = output.loss
-    return loss
+    return output.loss
 
 
 def put_before(model: Model, number: int) -> None:
@@ -277,8 +275,7 @@ def catching(model: Model, batch: Batch) -> torch.Tensor:
 
 def hidden_states(model: Model, batch: Batch) -> torch.Tensor:
     output = model(**batch, use_cache=False, output_hidden_states=True)
-    loss: torch.Tensor = output.loss + output.hidden_states[1].float().square().mean()
-    return loss
+    return output.loss + output.hidden_states[1].float().square().mean()
 
 
 def packed(model: Model, batch: Batch) -> torch.Tensor:
@@ -288,8 +285,7 @@ def packed(model: Model, batch: Batch) -> torch.Tensor:
 
 def penalty(model: Model) -> torch.Tensor:
     """On adapters themselves: seen when the loss has been computed."""
-    found: torch.Tensor = sum(each.square().sum() for each in trained(model))  # type: ignore[assignment]
-    return 0.1 * found
+    return 0.1 * sum(each.square().sum() for each in trained(model))
 
 
 def penalized(model: Model, batch: Batch) -> torch.Tensor:
@@ -340,8 +336,7 @@ def reference(is_first: bool) -> Callable[[Model], Loss]:
         with torch.no_grad(), model.disable_adapter():
             expected = model(**batch, use_cache=False).logits.float()
         output = output or model(**batch, use_cache=False)
-        found: torch.Tensor = output.loss + (output.logits.float() - expected).square().mean()
-        return found
+        return output.loss + (output.logits.float() - expected).square().mean()
 
     return of(loss)
 
@@ -352,21 +347,19 @@ def frozen_again(model: Model, step: int) -> None:
 
 
 ITSELF = "uses parameters of layers"
-THAWS = UnsupportedModelError, "edits, freezes or thaws"
+THAWS = UNSUPPORTED, "edits, freezes or thaws"
 LOSSES = {
     "two forwards": program(of(two_forwards), "more than once"),
     "errors that are caught": program(of(catching), "more than once"),
     "hidden states": program(of(hidden_states), "recorded"),
-    "saved tensors that are packed": program(
-        of(packed), (UnsupportedModelError, "saved-tensor hooks")
-    ),
+    "saved tensors that are packed": program(of(packed), (UNSUPPORTED, "saved-tensor hooks")),
     "a penalty on adapters": program(of(penalized), ITSELF),
     "a penalty, apart": program(of(penalized_apart), ITSELF),
     "a hook on the node of an adapter": program(of(hooked_at_a_node), ITSELF),
     "a backward by the engine": program(of(by_the_engine), ITSELF),
     "a penalty of AdaLoRA": program(end=ITSELF, base=lambda: training(adapter="adalora")),
     "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
-    "settings that change": program(of(setting), (UnsupportedModelError, "settings of PyTorch")),
+    "settings that change": program(of(setting), (UNSUPPORTED, "settings of PyTorch")),
     "edited adapters": program(of(scaling), "edits parameters"),
     "a reference behind": program(reference(False), base=S.partly_frozen, sizes=(3, 3, 3)),
     "a reference before, frozen again": program(
@@ -375,8 +368,7 @@ LOSSES = {
     ),
     "autocast": program(of(in_autocast), base=lambda: training()),
     "autocast for some": program(
-        *(of(in_autocast_at_times), "others for some"),
-        base=lambda: training(dtype=torch.float32),
+        *(of(in_autocast_at_times), "others for some"), base=lambda: training(dtype=torch.float32)
     ),
     "gradients disabled around": program(
         of(torch.enable_grad()(own_loss)), "gradients are disabled", around=torch.no_grad
@@ -401,8 +393,7 @@ def raising(place: int) -> Any:
     def forward(mlp: Any, own: Any, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.shape[1] == 5:
             raise ValueError
-        found: torch.Tensor = own(hidden)
-        return found
+        return own(hidden)
 
     def loss(model: Model, batch: Batch) -> torch.Tensor:
         try:
@@ -422,8 +413,7 @@ SCALE = ContextVar("SCALE", default=1.0)
 
 
 def scaled(mlp: Any, own: Any, hidden: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = own(hidden) * SCALE.get()
-    return found
+    return own(hidden) * SCALE.get()
 
 
 def with_a_context(model: Model) -> Loss:
@@ -443,11 +433,8 @@ def with_a_context(model: Model) -> Loss:
 def hooked_backward(model: Model, batch: Batch) -> torch.Tensor:
     """A hook on an adapter, around a backward of the loss."""
     found = own_loss(model, batch)
-    handle = trained(model)[0].register_hook(
-        lambda gradient: None if gradient is None else gradient * 0.5
-    )
-    found.backward()
-    handle.remove()
+    with trained(model)[0].register_hook(lambda each: None if each is None else each * 0.5):
+        found.backward()
     return torch.zeros((), requires_grad=True)
 
 
@@ -467,8 +454,7 @@ def prompted(model: Model) -> Loss:
         first = prompt.to(embedded.dtype).expand(len(embedded), -1, -1)
         scale = 1.0 if prompt.grad is None else 1 + float(prompt.grad.norm())
         logits = model(inputs_embeds=torch.cat([first, embedded], 1), use_cache=False).logits
-        found: torch.Tensor = logits.float().square().mean() * scale
-        return found + prompt.square().sum()
+        return logits.float().square().mean() * scale + prompt.square().sum()
 
     return loss
 
@@ -478,7 +464,7 @@ ENDS = {
     "an error of the first layer": program(raising(0), lengths=(12, 9, 5, 7), sizes=(3, 4, 3)),
     "an error of a later layer": program(raising(1), lengths=(12, 9, 7, 5), sizes=(4, 4)),
     "an error of a later layer, and one behind": program(
-        *(raising(1), (UnsupportedModelError, "its code catches")),
+        *(raising(1), (UNSUPPORTED, "its code catches")),
         lengths=(12, 9, 5, 7),
         sizes=(4, 3),
     ),
@@ -495,20 +481,14 @@ ENDS = {
 
 # What only later ones do, when others of their kind have gone together.
 
-
-UNSUPPORTED = UnsupportedModelError
+SINGLE = UNSUPPORTED, "gradients of single parameters"
 LATER = {
     "read": later(reading, (UNSUPPORTED, "used while")),
     "read before": later(reading_before, "gradients are used before"),
     "clamped behind its backward": later(behind_its_backward(clamp)),
-    "taken by autograd.grad": later(taking, (UNSUPPORTED, "gradients of single parameters")),
-    "backwards of single parameters": later(
-        of_single_parameters, (UNSUPPORTED, "gradients of single parameters")
-    ),
-    "backwards of single parameters behind its own": later(
-        of_single_parameters_behind,
-        (UNSUPPORTED, "gradients of single parameters"),
-    ),
+    "taken by autograd.grad": later(taking, SINGLE),
+    "backwards of single parameters": later(of_single_parameters, SINGLE),
+    "backwards of single parameters behind its own": later(of_single_parameters_behind, SINGLE),
     "gradients of logits": later(gradients_of_logits),
     "gradients of inputs": later(gradients_of_inputs, (UNSUPPORTED, "not behind its layers")),
     "no gradient for the layers": later(no_gradient),

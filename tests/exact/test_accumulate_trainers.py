@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 
 import poros
@@ -27,7 +26,7 @@ from tests.loops import (
     trained,
 )
 from tests.support import prepare_plain, same_bits
-from tests.trainers import FULL, Arms, logged, trainer_arguments
+from tests.trainers import FULL, Arms, logged, rows, trainer_arguments
 
 Model = Any
 Kind = Callable[[tuple[type, ...]], type[Trainer]]
@@ -35,18 +34,6 @@ TWO_SLOTS = partial(prepare_plain, slots=2)
 NUM_STEPS = 4
 """With four micro-batches each an epoch is two steps of them."""
 SHORT: dict[str, Any] = {**FULL, "max_steps": NUM_STEPS, "gradient_accumulation_steps": 4}
-
-
-class Rows(Dataset[Batch]):
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(4, 90, (12, 12), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, place: int) -> Batch:
-        return {"input_ids": self.tokens[place].clone(), "labels": self.tokens[place].clone()}
 
 
 # Trainers that act between or within their micro-batches, as classes behind some mixins.
@@ -193,7 +180,7 @@ def test_trainers_that_act(which: str, tmp_path: Path) -> None:
         )
         kind = make((poros.BlockMajorMixin,) if is_grouped else ())
         try:
-            kind(model=model, args=args, train_dataset=Rows()).train()
+            kind(model=model, args=args, train_dataset=rows(12, seed=0)).train()
         finally:
             torch.use_deterministic_algorithms(False)
         return [each.detach().clone() for each in adapters]

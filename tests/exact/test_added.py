@@ -191,8 +191,7 @@ def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own() -> None:
     def forward(mlp: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(mlp, "scale"):
             mlp.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
-        scaled: torch.Tensor = own(x) * mlp.scale
-        return scaled
+        return own(x) * mlp.scale
 
     expected, model = build(), build()
     for each in (expected, model):

@@ -30,9 +30,9 @@ from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from tests.comparing import compare_mappings
 from tests.exact.programs import trained as named_trained
-from tests.loops import ON_HOST, slice_resident_loss, trained
+from tests.loops import ON_HOST, at, slice_resident_loss, trained
 from tests.support import make_model, prepare_plain
-from tests.trainers import LOG, train_with_trainer, trainer_arguments
+from tests.trainers import LOG, rows, train_with_trainer, trainer_arguments
 
 NUM_STEPS, NUM_RANKS = 2, 3
 UNUSED = "second"
@@ -88,8 +88,7 @@ def at_the_end(taking: Any) -> Any:
 
     def take(model: Any, loss: torch.Tensor) -> torch.Tensor:
         is_last = getattr(model, "require_backward_grad_sync", False)
-        found: torch.Tensor = taking(model, loss) if is_last else loss
-        return found
+        return taking(model, loss) if is_last else loss
 
     return take
 
@@ -140,9 +139,7 @@ def build(cell: Cell, rank: int) -> Any:
     if cell.has_unused:
         with torch.random.fork_rng(devices=[]):
             model.add_adapter(UNUSED, model.peft_config["default"])
-        for name, parameter in model.named_parameters():
-            if f".{UNUSED}." in name:
-                parameter.requires_grad_(True)
+        at(lambda module: module.requires_grad_(True), f".{UNUSED}")(model)
     model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
     if cell.input_grads:
         model.enable_input_require_grads()
@@ -160,12 +157,7 @@ def loss_of(cell: Cell, model: Any, batch: Any) -> torch.Tensor:
     return loss if cell.taking is None else cell.taking(model, loss)
 
 
-def run_loop(
-    model: Any,
-    cell: Cell,
-    rank: int,
-    is_together: bool,
-) -> Bits:
+def run_loop(model: Any, cell: Cell, rank: int, is_together: bool) -> Bits:
     """A plain training loop; everything it computes, by name."""
     adapters = named_trained(model)
     ddp = DistributedDataParallel(model, **cell.options)
@@ -218,10 +210,6 @@ def run_loop(
 def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None) -> Bits:
     """The HF Trainer, which wraps the model by itself."""
     number = 2 * cell.num_steps * cell.accumulation
-    rows = [
-        {name: tensor[0] for name, tensor in batch.items()}
-        for batch in tiny.make_batches(number * dist.get_world_size(), batch_size=1, num_tokens=12)
-    ]
     arguments = trainer_arguments(
         folder,
         use_cpu=True,
@@ -234,7 +222,8 @@ def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None)
     )
     if arguments.world_size != dist.get_world_size():
         raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks")
-    trajectory = train_with_trainer(model, arguments, rows, trainer_class=trainer_class)
+    given = rows(number * dist.get_world_size(), seed=0)
+    trajectory = train_with_trainer(model, arguments, given, trainer_class=trainer_class)
     entries = trajectory.entries()
     # What is logged is a mean over the ranks.
     return {each.name: each.tensor for each in entries if each.quantity != LOG}

@@ -12,14 +12,7 @@ from transformers import AutoTokenizer
 
 import poros
 from poros.errors import PorosError
-from poros.examples.demo import (
-    MIN_LOSS_DROP,
-    DemoReport,
-    held_out,
-    losses,
-    render,
-    run_demo,
-)
+from poros.examples.demo import MIN_LOSS_DROP, DemoReport, held_out, losses, render, run_demo
 from poros.examples.demo_data import ModelSize
 from tests.command import rendered
 

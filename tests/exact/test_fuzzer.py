@@ -21,7 +21,7 @@ from poros.self_check.check import SelfCheck
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
-from tests.replaced import Plant, in_place_of
+from tests.replaced import Patch, Plant, in_place_of
 from tools.fuzz import campaign
 from tools.fuzz import judge as judging
 from tools.fuzz import program as language
@@ -72,7 +72,7 @@ JOINED = Program(
 # Each sort of failure.
 
 
-def no_replay(patch: pytest.MonkeyPatch) -> None:
+def no_replay(patch: Patch) -> None:
     patch.setattr(RngStash, "replay", lambda self: nullcontext())
     patch.setattr(RngStash, "equals", lambda self, other: True)
 
@@ -133,7 +133,7 @@ def test_joined_visits_are_reached_and_counted(judge: campaign.Judge) -> None:
     ],
 )
 def test_each_sort_of_failure_is_reported(
-    fault: Plant, kind: str, judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
+    fault: Plant, kind: str, judge: campaign.Judge, monkeypatch: Patch
 ) -> None:
     program = PLAIN if fault is not accuses else replace(PLAIN, policy=Policy())
     fault(monkeypatch)
@@ -143,7 +143,7 @@ def test_each_sort_of_failure_is_reported(
 
 
 def test_what_raises_resident_has_to_raise_prepared(
-    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
+    judge: campaign.Judge, monkeypatch: Patch
 ) -> None:
     twice = Program(steps=(Step(backward="again"),))
     assert judge(twice).end == "raised"
@@ -160,7 +160,7 @@ def test_what_raises_resident_has_to_raise_prepared(
 
 
 def test_a_resident_run_that_does_not_repeat_itself_is_skipped(
-    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
+    judge: campaign.Judge, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(torch, "manual_seed", lambda seed: torch.seed())
     assert judge(PLAIN).end == "skipped"
@@ -213,9 +213,7 @@ def test_a_program_is_shrunk_to_what_it_needs() -> None:
 # The run.
 
 
-def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(monkeypatch: Patch) -> None:
     drawn = list(campaign.draw(3, 20))
 
     def judge(program: Program) -> Verdict:
@@ -236,7 +234,7 @@ def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(
     assert tally.ends == {"equal": 18, "failed": 2}
 
 
-def test_without_hypothesis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hypothesis_it_says_what_to_install(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(PolicyError, match="pip install hypothesis"):
         campaign.fuzz(1.0, 0)
@@ -244,10 +242,7 @@ def test_without_hypothesis_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_the_command_reports_and_its_exit_code_says_whether_all_held(
-    is_bad: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    is_bad: bool, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = Verdict("failed", "silent difference: loss", "x") if is_bad else Verdict("equal")
     monkeypatch.setattr(campaign, "make_judge", lambda: lambda program: verdict)

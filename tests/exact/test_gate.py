@@ -6,6 +6,7 @@ compares with, repeats itself, records what it says, and shows every change.
 
 import json
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from poros.utils.devices import default_device
 from tests.command import rendered
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
 from tests.loops import flip_nibble
+from tests.replaced import raising
 from tests.support import damaged, make_model, prepare_plain
 
 
@@ -160,11 +162,7 @@ def all_but_one(model: Any) -> Any:
 def one_load_more(model: Any) -> Any:
     model = prepare_plain(model, self_check="off")
     stats = poros.runtime(model).stats
-
-    def more() -> dict[str, Any]:
-        return {**stats(), "num_loads": stats()["num_loads"] + 1}
-
-    poros.runtime(model).stats = more  # type: ignore[method-assign]
+    poros.runtime(model).stats = lambda: {**stats(), "num_loads": stats()["num_loads"] + 1}
     return model
 
 
@@ -177,17 +175,16 @@ def head_filled_with(value: float) -> Callable[[], Any]:
     return make
 
 
-def explode(model: Any) -> Any:
-    raise RuntimeError("slot 1 is IN_USE")
-
-
 SEEDS = iter((0, 1))
 WRONG: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
     "a second arm that is not streamed": (lambda model: model, build, "PreparedModelError"),
     "one layer that is not streamed": (all_but_one, build, "1 of 2 decoder layers"),
     "other loads than a zigzag makes": (one_load_more, build, "loaded 3 blocks, a zigzag loads 2"),
     "other bytes": (same, lambda: build(seed=next(SEEDS)), "start from different bytes"),
-    "an arm that raises": (explode, build, "streamed arm raised RuntimeError: slot 1 is IN_USE"),
+    "an arm that raises": (
+        *(raising(RuntimeError, "a slot is in use"), build),
+        "streamed arm raised RuntimeError: a slot is in use",
+    ),
     "a resident arm that raises": (
         *(same, lambda: build().requires_grad_(False), "resident arm raised"),
     ),
@@ -206,12 +203,10 @@ def test_gate_refuses(which: str) -> None:
 
 
 def test_gate_calls_an_unrepeatable_machine_undecided() -> None:
-    num_calls = 0
+    numbers = count(1)
 
     def drift(module: Any, args: Any, output: Any) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        output.loss = output.loss * (1 + num_calls / 1024)
+        output.loss = output.loss * (1 + next(numbers) / 1024)
 
     def make() -> Any:
         model = build()

@@ -31,6 +31,7 @@ from tests.loops import (
     SEVEN,
     Model,
     adapted,
+    at,
     differences,
     fill,
     layers_of,
@@ -41,6 +42,7 @@ from tests.loops import (
     step,
     with_kernels,
 )
+from tests.replaced import Patch, raising
 from tests.support import same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -74,15 +76,10 @@ def test_it_is_undone() -> None:
 def test_an_error_leaves_nothing_behind() -> None:
     model = poros.use_adapter_kernels(adapted(adapters=BF16), "grouped")
     expected = step(model)
-
-    def fail(module: nn.Module, given: Any) -> None:
-        raise ZeroDivisionError
-
-    attention = model.base_model.model.model.layers[0].self_attn
-    handle = attention.v_proj.register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError):
+    projection = layers_of(model)[0].self_attn.v_proj
+    handle = projection.register_forward_pre_hook(raising(ZeroDivisionError))
+    with handle, pytest.raises(ZeroDivisionError):
         step(model)
-    handle.remove()
     tally = tally_of(model)
     assert tally is not None and tally.shared is None
     assert differences(step(model), expected) == []
@@ -190,7 +187,7 @@ PATCHED: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("what", PATCHED)
 def test_a_class_whose_forward_is_wrapped_keeps_it(
-    what: str, is_before: bool, monkeypatch: pytest.MonkeyPatch
+    what: str, is_before: bool, monkeypatch: Patch
 ) -> None:
     """By something that has taken its names, and its source, as functools.wraps does."""
     model = adapted(lora_dropout=0.05)
@@ -225,7 +222,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("how", OTHERS)
-def test_only_this_very_input_is_shared(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_this_very_input_is_shared(how: str, monkeypatch: Patch) -> None:
     """The attention's own code gives k something else, of which no hook tells."""
     model = adapted(**DENSE)
     kind = type(model.base_model.model.model.layers[0].self_attn)
@@ -244,8 +241,7 @@ def test_only_this_very_input_is_shared(how: str, monkeypatch: pytest.MonkeyPatc
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = model(input_ids=torch.arange(24)[None]).logits
-        return found
+            return model(input_ids=torch.arange(24)[None]).logits
 
     monkeypatch.setattr(kind, "forward", forward)
     plain = logits()
@@ -272,9 +268,7 @@ def test_dora_outside_of_layers_is_pefts_in_both(loss: str) -> None:
     assert differences(plain, expected), "control: the layers run ours"
 
 
-def test_the_self_check_sees_a_norm_that_is_not_the_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_self_check_sees_a_norm_that_is_not_the_weights(monkeypatch: Patch) -> None:
     """One that only the streamed layers remember: those it compares with start anew."""
     model = streamed(dora(), self_check="strict")
     forward = mlps(model)[0].up_proj.__dict__["forward"]
@@ -307,12 +301,7 @@ def merge_and_unmerge(model: Model) -> None:
 
 
 def of_weights(edit: Callable[[Any], object]) -> Callable[[Model], None]:
-    def change(model: Model) -> None:
-        with torch.no_grad():
-            for mlp in mlps(model):
-                edit(mlp.up_proj.base_layer.weight)
-
-    return change
+    return at(torch.no_grad()(lambda module: edit(module.weight)), "up_proj.base_layer")
 
 
 EDITS: dict[str, Callable[[Model], None]] = {

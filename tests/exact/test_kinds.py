@@ -78,8 +78,7 @@ class Case:
         region = torch.autocast("cpu", dtype or BF16, enabled=dtype is not None)
         with torch.no_grad(), region:
             ids = batches()[1]["input_ids"]
-            found: torch.Tensor = model.eval()(input_ids=ids, use_cache=False).logits
-        return found
+            return model.eval()(input_ids=ids, use_cache=False).logits
 
 
 def cases() -> Iterator[Case]:
@@ -216,16 +215,13 @@ def test_the_kinds_of_a_model(name: str) -> None:
 
 
 def test_each_kind_of_a_mixture_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> Model:
-        return mixture(small_base(quantize=False))
-
-    model = make()
+    resident, model = (mixture(small_base(quantize=False)) for _ in range(2))
     with monkeypatch.context() as patch:
         on_record = Registry({"qwen2": Record("exact")}, {"loha": Record("refused", "because")})
         patch.setattr("poros.gates.registry.read_registry", lambda: on_record)
         with pytest.raises(UnsupportedModelError, match=r"loha .*because"):
             prepare_plain(model)
-    expected = run(make(), autocast_dtype=BF16)
+    expected = run(resident, autocast_dtype=BF16)
     assert_same_run(expected, run(prepare_plain(model), autocast_dtype=BF16))
 
 

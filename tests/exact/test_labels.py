@@ -1,6 +1,7 @@
 """What a trace of ``torch.profiler`` says by itself: visits of layers and copies of blocks."""
 
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,15 +111,9 @@ def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch)
         profiled(lambda model: model.eval()(**batches()[0]), model)
 
 
-class Clock:
-    """Where the device is; every event is a millisecond behind the one before it."""
+def timed_events(clock: Any) -> type[FakeEvent]:
+    """Each is a millisecond behind the one before it; the device is where the clock has passed."""
 
-    def __init__(self) -> None:
-        self.recorded = 0
-        self.passed = 0
-
-
-def timed_events(clock: Clock) -> type[FakeEvent]:
     class TimedEvent(FakeEvent):
         at = 0
 
@@ -141,7 +136,7 @@ def timed_events(clock: Clock) -> type[FakeEvent]:
 def test_a_stall_is_a_wait_for_a_copy_that_is_not_done(
     is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda, clock = FakeCuda(), Clock()
+    cuda, clock = FakeCuda(), SimpleNamespace(recorded=0, passed=0)
     cuda.torch.cuda.Event = timed_events(clock)
     monkeypatch.setattr(streams_module, "torch", cuda.torch)
     streams = CudaStreams(torch.device("cuda", 0))

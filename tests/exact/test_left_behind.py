@@ -17,15 +17,15 @@ from poros.errors import UnsupportedModelError
 from poros.replay.call import LEAVES
 from poros.replay.captures import ARGUMENTS
 from tests import loops
-from tests.exact.recorded import KEPT, few, gradients, loss_of, on_tapes, recorded, train
+from tests.exact.recorded import KEPT, as_resident, few, on_tapes, recorded, train
 from tests.loops import (
     Model,
     adapted,
-    bf16,
     layers_of,
     mlps,
     num_groups,
     override,
+    own_loss,
     reasons,
     same,
     streamed,
@@ -66,11 +66,23 @@ def with_none(model: Model, number: int) -> None:
         mlp.state = None
 
 
-EAGER: dict[str, tuple[Any, Any, str]] = {
-    "what it leaves in itself": (left_in_it, with_none, ""),
-    "the host waits": (waited_for, lambda *_: None, "cannot be recorded"),
-    "an exchanged tensor": (scaled, partial(in_a_list, has_list=False), ""),
-    "an exchanged tensor, in a list": (scaled, in_a_list, ""),
+def left_for_the_loss(mlp: Any, given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    mlp.size = result.detach().float().square().mean()
+    return result
+
+
+def that_reads_it(model: Model, batch: Any) -> torch.Tensor:
+    """A replay would leave nothing: the loss would go on with what was left last."""
+    return own_loss(model, batch) * (1 + sum(each.size for each in mlps(model)))
+
+
+# What feed-forwards do, what else a run has, and why they are not replayed.
+EAGER: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "what it leaves in itself": (left_in_it, {"between": with_none}, ""),
+    "what it leaves for a loss": (left_for_the_loss, {"loss": that_reads_it}, LEAVES),
+    "the host waits": (waited_for, {}, "cannot be recorded"),
+    "an exchanged tensor": (scaled, {"between": partial(in_a_list, has_list=False)}, ""),
+    "an exchanged tensor, in a list": (scaled, {"between": in_a_list}, ""),
 }
 
 
@@ -80,54 +92,22 @@ EAGER: dict[str, tuple[Any, Any, str]] = {
 def test_feed_forwards_that_are_not_replayed(
     which: str, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change, between, reason = EAGER[which]
+    change, options, reason = EAGER[which]
     kind = type(mlps(few())[0])
     genuine = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: change(self, x, genuine(self, x)))
-    expected = train(few(), between=between)
-    model = few()
-    captures, _ = recorded(model, **policy)
-    assert same(train(model, between=between), expected)
+    captures = as_resident(few, partial(train, **options), **policy)
     assert captures.num_replays == 0
-    assert any(each.startswith(reason) for each in captures.eager)
-
-
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-def test_a_loss_that_reads_what_a_layer_leaves_in_a_module(
-    policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A replay would leave nothing: the loss would go on with what was left last."""
-    kind = type(mlps(few())[0])
-    genuine = kind.forward
-
-    def forward(self: Any, given: torch.Tensor) -> Any:
-        result = genuine(self, given)
-        self.size = result.detach().float().square().mean()
-        return result
-
-    def run(model: Model) -> list[torch.Tensor]:
-        found = []
-        for shift in range(9):
-            loss = loss_of(model, shift=shift)
-            (loss * (1 + sum(each.size for each in mlps(model)))).backward()
-            found += [loss.detach(), *gradients(model)]
-        return found
-
-    monkeypatch.setattr(kind, "forward", forward)
-    expected = run(few())
-    model = few()
-    captures, _ = recorded(model, **policy)
-    assert same(run(model), expected)
-    assert captures.num_replays == 0
-    assert policy or LEAVES in captures.eager  # a graph that is kept makes a form of each value
+    # A graph that is kept makes a form of each value that is left.
+    is_said = any(each.startswith(reason) for each in captures.eager)
+    assert is_said or (policy and reason is LEAVES)
 
 
 def test_layers_that_leave_keys_and_values_for_others_run_as_always() -> None:
     """The first two of six neither leave nor take any, in a mapping that is empty then."""
     make = partial(training, "gemma4_shared_kv", num_layers=6, dropout=0.0)
     expected = train(make())
-    model = make()
-    captures, recorder = recorded(model, slots=2)
+    model, captures, recorder = recorded(make(), slots=2)
     assert same(train(model), expected)
     assert {LEAVES, ARGUMENTS} <= set(captures.eager)
     assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
@@ -140,8 +120,7 @@ def test_nothing_is_held_of_mappings_that_layers_share() -> None:
         gc.collect()
         return sum(isinstance(each, UserDict) for each in gc.get_objects())
 
-    model = training("gemma4_shared_kv", num_layers=6, dropout=0.0)
-    recorded(model, slots=2)
+    model, *_ = recorded(training("gemma4_shared_kv", num_layers=6, dropout=0.0), slots=2)
     train(model, 5)
     before = num_alive()
     train(model, 5)
@@ -172,12 +151,11 @@ def that_bind(layer: Any, own: Any, *args: Any, shared: Shared = None, **kwargs:
 
 
 def of_the_last(model: Model, batch: Any, shared: Shared) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch, use_cache=False, shared=shared).loss / 4
-    return loss + 0.01 * shared.get("left", 0.0)
+    return own_loss(model, {**batch, "shared": shared}) + 0.01 * shared.get("left", 0.0)
 
 
 def behind_all(model: Model, batch: Any, shared: Shared) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch, use_cache=False, shared=shared).loss / 4
+    loss = own_loss(model, {**batch, "shared": shared})
     shared["left"] = loss.detach()
     return loss
 
@@ -190,22 +168,21 @@ SHARING: dict[str, tuple[Any, Any, bool, bool]] = {
 }
 
 
-def small(layers: Any) -> Model:
-    model = few(quantize=False)
+def with_layers(layers: Any, **options: Any) -> Model:
+    model = few(**options)
     override(layers_of(model), layers)
     return model
+
+
+small = partial(with_layers, quantize=False)
 
 
 def shared_by(loss: Any, is_one: bool, model: Model, together: bool) -> list[Any]:
     one: Any = UserDict()
 
-    def of_batch(model: Model, batch: Any) -> torch.Tensor:
-        found: torch.Tensor = loss(model, batch, one if is_one else UserDict())
-        return found
-
     return loops.train(
         *(model, together),
-        loss=of_batch,
+        loss=lambda model, batch: loss(model, batch, one if is_one else UserDict()),
         sizes=(4,) * 4,
         lengths=(12,),
         between=lambda model, number: one.clear(),
@@ -241,11 +218,9 @@ def that_hook(layer: Any, own: Any, hidden: torch.Tensor, *args: Any, **kwargs: 
 
 @pytest.mark.parametrize("policy", [{}, KEPT, {"offload_boundaries": True}])
 def test_hooks_of_a_layer_on_what_it_is_given(policy: dict[str, Any]) -> None:
-    resident, replayed, eager = few(), few(), few()
-    for model in (resident, replayed, eager):
-        override(layers_of(model), that_hook)
+    resident, replayed, eager = (with_layers(that_hook) for _ in range(3))
     expected = train(resident)
-    captures, _ = recorded(replayed, **{"slots": 2, **policy})
+    _, captures, _ = recorded(replayed, **{"slots": 2, **policy})
     assert same(train(replayed), expected)
     assert any("registers hooks on what it is given" in each for each in captures.eager)
     assert same(train(streamed(eager, **{"slots": 2, **policy})), expected)
@@ -274,21 +249,12 @@ def test_containers_of_a_layer_that_are_edited(kind: Callable[..., Any]) -> None
                 fill = layer.rates.extend if kind is list else layer.rates.update
                 fill(rates(1.5))
 
-    resident, model = few(), few()
-    for each in (resident, model):
-        override(layers_of(each), that_look)
-    expected = train(resident, between=change)
-    captures, _ = recorded(model)
-    assert same(train(model, between=change), expected) and captures.num_replays > 0
+    captures = as_resident(partial(with_layers, that_look), partial(train, between=change))
+    assert captures.num_replays > 0
 
 
 def test_a_tensor_of_ones_own_goes_into_the_layers_under_autocast() -> None:
     """Which casts a leaf once for all modules of a first layer that has no norm at its input."""
-
-    def in_autocast(model: Model, batch: Any) -> torch.Tensor:
-        with bf16():
-            found: torch.Tensor = model(**batch, use_cache=False).loss / 4
-        return found
 
     def run(model: Model, together: bool) -> list[Any]:
         found: list[Any] = []
@@ -296,7 +262,7 @@ def test_a_tensor_of_ones_own_goes_into_the_layers_under_autocast() -> None:
             own = [torch.randn(1, 12, 64).requires_grad_() for _ in range(4)]
             labels = torch.arange(12)[None]
             given = [{"inputs_embeds": each, "labels": labels} for each in own]
-            found += loops.accumulated(model, given, in_autocast, together)
+            found += loops.accumulated(model, given, loops.in_autocast, together)
             found += [each.grad for each in (*own, *loops.trained(model))]
         return found
 

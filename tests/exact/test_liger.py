@@ -18,7 +18,7 @@ from poros.planning.request import PlanRequest
 from tests.covers import with_slow
 from tests.exact.recorded import KEPT, recorded
 from tests.liger import liger_alone, liger_interpreted
-from tests.loops import adapted, mlps, nothing, same, train
+from tests.loops import adapted, at, mlps, nothing, same, train
 from tests.replaced import noted
 
 Model = Any
@@ -49,7 +49,7 @@ def test_streamed_equals_resident(lane: str, resident: list[torch.Tensor]) -> No
     policy, together = LANES[lane]
     model = model_of()
     assert use_liger(model.get_base_model()) == ["feed-forwards", "norms", "rotary embeddings"]
-    captures, _ = recorded(model, **{"slots": 2, **policy})
+    _, captures, _ = recorded(model, **{"slots": 2, **policy})
     assert same(run(model, together=together), resident)
     assert poros.runtime(model).self_check["status"] == "passed"
     assert captures is None or (captures.num_replays > 0) == policy["cuda_graphs"]
@@ -63,7 +63,7 @@ def test_dora(together: bool) -> None:
         expected = run(poros.use_adapter_kernels(applied(model_of(use_dora=True))))
     model = model_of(use_dora=True)
     use_liger(model.get_base_model())
-    captures, _ = recorded(model, slots=2, cuda_graphs=True)
+    _, captures, _ = recorded(model, slots=2, cuda_graphs=True)
     assert same(run(model, together=together), expected)
     assert captures.num_replays > 0
 
@@ -78,7 +78,7 @@ def test_other_families(architecture: str) -> None:
     expected = run(resident)
     model = model_of(**options)
     assert len(use_liger(model.get_base_model())) == (2 if architecture == "gemma4" else 3)
-    captures, _ = recorded(model, slots=2, cuda_graphs=True)
+    _, captures, _ = recorded(model, slots=2, cuda_graphs=True)
     assert same(run(model, together=True), expected)
     # Layers of Gemma 4 may write to their arguments, so none is recorded, with Liger's or without.
     assert (captures.num_replays > 0) == (architecture != "gemma4")
@@ -86,8 +86,7 @@ def test_other_families(architecture: str) -> None:
 
 
 def test_control_without_them_the_bits_are_others(resident: list[torch.Tensor]) -> None:
-    model = model_of()
-    recorded(model, slots=2)
+    model, *_ = recorded(model_of(), slots=2)
     assert not same(run(model), resident)
 
 
@@ -113,7 +112,7 @@ def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -
     model = model_of(**options)
     use_liger(model.get_base_model())
     before = [module.__dict__.get("forward") for module in model.modules()]
-    captures, _ = recorded(model, slots=2, cuda_graphs=True, adapter_kernels="grouped")
+    _, captures, _ = recorded(model, slots=2, cuda_graphs=True, adapter_kernels="grouped")
     assert same(run(model, together=True), expected)
     assert captures.num_replays > 0
     widths = (len(projections) for projections, *_ in nodes)
@@ -122,9 +121,7 @@ def test_grouped_adapters_share_inputs_under_ligers_forwards(monkeypatch: Any) -
     assert [module.__dict__.get("forward") for module in model.modules()] == before
 
 
-def own_forwards(model: Model) -> None:
-    for each in mlps(model):
-        del each.forward
+own_forwards = at(lambda mlp: delattr(mlp, "forward"), ".mlp")
 
 
 def wrapped_forwards(model: Model) -> None:
@@ -149,7 +146,7 @@ def test_a_forward_of_ligers_that_is_replaced(edits: Any) -> None:
             model = applied(model_of(lora_dropout=0.0, target_modules="all-linear"))
             edits[0](model)
             if is_streamed:
-                captures, _ = recorded(model, slots=2, adapter_kernels="grouped", cuda_graphs=True)
+                captures = recorded(model, slots=2, adapter_kernels="grouped", cuda_graphs=True)[1]
             else:
                 poros.use_adapter_kernels(model, "grouped")
             facts = []

@@ -36,11 +36,10 @@ from tests.loops import (
     of_the_first,
     often,
     resident_facts,
+    run,
     streamed,
 )
-from tests.replaced import in_place_of
-
-Patch = pytest.MonkeyPatch
+from tests.replaced import Patch, in_place_of
 
 
 class Row(NamedTuple):
@@ -89,7 +88,7 @@ def losses() -> Iterator[tuple[str, Row]]:
     subject = S.adapters_on(
         "q_proj", "down_proj", dropout=0.05, use_dora=True, modules_to_save=["input_layernorm"]
     )
-    yield "norms that are trained", Row(partial(P.train, num_steps=1), subject)
+    yield "norms that are trained", Row(partial(run, num_steps=1), subject)
     score = S.reading("AutoModelForSequenceClassification")
     yield "a classifier", Row(P.classify, score)  # reward models: ``test_trl``
     # A run has four forwards, which are enough to replay some.
@@ -102,16 +101,8 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     yield "math attention", Row(P.MATH_STEP, S.FP32_NO_DROPOUT)
     full = S.small(dtype=torch.float32, quantize=False)
     yield "autocast around backward", Row(P.one_step(backward=bf16), full)
-    # Where casts are there before the layers are, it is not seen when gradients arrive.
-    for program, replays in {
-        P.without_a_cache: True,
-        P.with_penalty: True,
-        P.behind_a_penalty: False,
-        P.behind_an_evaluation: False,
-        P.retained: True,
-    }.items():
-        name = f"an adapter under autocast: {program.__name__}"
-        yield name, Row(program, S.FP32_DENSE, replays=replays)
+    for name, (program, replays) in P.IN_REGIONS.items():
+        yield f"an adapter under autocast: {name}", Row(program, S.FP32_DENSE, replays=replays)
 
 
 def inside() -> Iterator[tuple[str, Row]]:

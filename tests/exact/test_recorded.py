@@ -26,9 +26,9 @@ from poros.replay.graphs import Fixed
 from poros.slots.schedule import Phase
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
-from tests.exact.recorded import KEPT, few, gradients, loss_of, recorded, spoil, train
+from tests.exact.recorded import KEPT, as_resident, few, gradients, loss_of, recorded, spoil, train
 from tests.loops import adapted, bf16, build, same, streamed, trained
-from tests.replaced import in_place_of, noted
+from tests.replaced import Patch, in_place_of, noted
 from tests.support import leaves_keys_always
 from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
@@ -92,8 +92,7 @@ def resident(which: str) -> Facts:
 @pytest.mark.parametrize("policy", [KEPT, {}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("which", PROGRAMS)
 def test_a_program(which: str, policy: dict[str, Any]) -> None:
-    model = few(lora_dropout=0.1)
-    captures, _ = recorded(model, **policy)
+    model, captures, _ = recorded(few(lora_dropout=0.1), **policy)
     assert same(PROGRAMS[which](model), resident(which))
     stats = poros.runtime(model).stats()
     assert captures.num_replays == stats["num_replayed_visits"] > 0
@@ -120,10 +119,8 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> No
     """Layers whose routers are recorded by hooks run as always."""
     reason = ENDS[architecture]
     options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
-    expected = train(few(architecture, **options), 7)
-    model = few(architecture, **options)
-    captures, _ = recorded(model, **policy)
-    assert same(train(model, 7), expected)
+    run = partial(train, num_steps=7)
+    captures = as_resident(partial(few, architecture, **options), run, **policy)
     assert (captures.num_replays > 0) == (reason is None)
     assert reason is None or reason in captures.eager
 
@@ -134,16 +131,14 @@ def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str
     """OLMo 2 has norms behind its modules alone. Of a leaf, autocast keeps one cast for all."""
     make = partial(adapted, "olmo2", lora_dropout=0.1)
     expected = train(make(), around=bf16)
-    model = make()
-    captures, _ = recorded(model, **policy)
+    model, captures, _ = recorded(make(), **policy)
     assert same(train(model, around=bf16), expected)
     assert captures.num_replays > 0 and set(captures.eager) <= {NEW}
     assert same(train(streamed(make(), **{"slots": 2, **policy}), around=bf16), expected)
 
 
 def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has() -> None:
-    model = few()
-    captures, _ = recorded(model)
+    model, captures, _ = recorded(few())
     for _ in range(30):
         torch.autograd.grad(loss_of(model), trained(model))
     assert captures.num_recorded == 0 and captures.num_replays == 0
@@ -154,14 +149,11 @@ def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has() -
 
 
 def test_restoring_ends_it() -> None:
-    model = few(lora_dropout=0.1)
-    recorded(model)
+    model, *_ = recorded(few(lora_dropout=0.1))
     train(model)
     poros.restore(model)
-    again = dict(few(lora_dropout=0.1).named_parameters())
-    for name, each in model.named_parameters():
-        if each.requires_grad:
-            each.data = again[name].data.clone()
+    for each, again in zip(trained(model), trained(few(lora_dropout=0.1)), strict=True):
+        each.data = again.data
     assert same(train(model), resident("nothing"))
 
 
@@ -169,8 +161,7 @@ def test_restoring_ends_it() -> None:
 
 
 def test_replayed_visits_load_no_more_than_eager_ones() -> None:
-    model = build("qwen2", num_layers=4).train()
-    captures, _ = recorded(model, slots=2, self_check="off")
+    model, captures, _ = recorded(build("qwen2", num_layers=4).train(), slots=2, self_check="off")
     loads = []
     for _ in range(6):
         loss_of(model).backward()
@@ -181,8 +172,7 @@ def test_replayed_visits_load_no_more_than_eager_ones() -> None:
 
 def test_gradients_of_adapters_keep_no_memory_of_others() -> None:
     """Of the gradient of a layer's input, which a replay gives as well."""
-    model = few(dtype=torch.float32)
-    captures, _ = recorded(model, self_check="off")
+    model, captures, _ = recorded(few(dtype=torch.float32), self_check="off")
     for _ in range(6):
         model.zero_grad()
         loss_of(model, 100).backward()
@@ -198,11 +188,10 @@ def test_gradients_of_adapters_keep_no_memory_of_others() -> None:
 @pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
 @pytest.mark.parametrize("operator", ["mm", "bernoulli"])
 def test_a_recording_that_gives_other_bits_is_never_used(
-    operator: str, which: int, monkeypatch: pytest.MonkeyPatch
+    operator: str, which: int, monkeypatch: Patch
 ) -> None:
     """One that leaves out an operator, a random one too."""
-    model = few(lora_dropout=0.1)
-    captures, recorder = recorded(model)
+    model, captures, recorder = recorded(few(lora_dropout=0.1))
 
     def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
         found = [place for place, (func, *_) in enumerate(steps) if operator in str(func)]
@@ -231,10 +220,7 @@ def with_a_draw_more(steps: list[Any]) -> None:
     ("fault", "found"), [(without_a_product, "result 0"), (with_a_draw_more, "random numbers")]
 )
 def test_under_strict_a_recording_with_other_bits_is_an_error(
-    fault: Callable[[list[Any]], None],
-    found: str,
-    around: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[list[Any]], None], found: str, around: Any, monkeypatch: Patch
 ) -> None:
     def forwards(model: Model) -> None:
         for number in range(6):  # another row each: memory holds results of the one before
@@ -244,24 +230,22 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
                 loss.backward()
 
     spoil(monkeypatch, lambda _, steps: fault(steps))
-    model = few(lora_dropout=0.1)
-    recorded(model, cuda_graphs=True)
+    model, *_ = recorded(few(lora_dropout=0.1), cuda_graphs=True)
     with pytest.raises(ParityError, match=rf"expected a recorded visit .* found others: {found}"):
         forwards(model)
-    model = few(lora_dropout=0.1)
-    captures, _ = recorded(model, cuda_graphs=True, self_check="warn")
+    model, captures, _ = recorded(few(lora_dropout=0.1), cuda_graphs=True, self_check="warn")
     forwards(model)
     assert captures.num_replays == 0
 
 
 @pytest.mark.parametrize("way", ["recomputed", "kept", "together"])
 def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: Patch
 ) -> None:
     """Together, several backwards of a layer come before what proves the first can be recorded."""
     make_unsteady(monkeypatch)
     model = few(lora_dropout=0.1)
-    captures, recorder = recorded(model, self_check="off", **(KEPT if way == "kept" else {}))
+    _, captures, recorder = recorded(model, self_check="off", **(KEPT if way == "kept" else {}))
     for _ in range(8):
         if way == "together":
             poros.accumulate(model, [batch() for _ in range(3)])
@@ -274,11 +258,10 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
 
 
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     make_unsteady(monkeypatch)
-    model = few(lora_dropout=0.1)
-    captures, _ = recorded(model, self_check="off")
+    model, captures, _ = recorded(few(lora_dropout=0.1), self_check="off")
 
     def fault(recorder: TapeRecorder, steps: list[Any]) -> None:
         places = [place for place, (func, *_) in enumerate(steps) if "bernoulli" in str(func)]
@@ -291,8 +274,7 @@ def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
 
 
 def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed() -> None:
-    model = few()
-    recorded(model, **KEPT)
+    model, *_ = recorded(few(), **KEPT)
     poros.runtime(model).host_slab(1)[0] ^= 1
     with pytest.raises(ParityError):
         train(model, 3)
@@ -302,8 +284,7 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed() ->
 
 
 def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> None:
-    model = few()
-    captures, recorder = recorded(model, self_check="strict")
+    model, captures, recorder = recorded(few(), self_check="strict")
     poros.accumulate(model, [batch() for _ in range(5)])
     assert poros.runtime(model).self_check["status"] == "passed"
     assert recorder.num_recorded == 2 * 2
@@ -311,29 +292,24 @@ def test_the_first_step_is_recorded_behind_the_micro_batch_that_is_checked() -> 
     assert captures.num_replays == 2 * (3 + 2)
 
 
-def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_tokens_are_not_recorded_unless_that_is_asked_for(monkeypatch: Patch) -> None:
     """The device is busy with them for longer than the host."""
     expected = train(few(), 6, 2)
     monkeypatch.setattr(chosen, "_most_parameters", lambda blocks: 10)
     # Of two rows of 12 and of 20 tokens the first may be recorded.
     monkeypatch.setattr(chosen, "MOST_FLOP", 2 * 10 * 30)
-    model = few()
-    captures, recorder = recorded(model)
+    model, captures, recorder = recorded(few())
     assert same(train(model, 6, 2), expected)
     assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
     assert any("so many tokens" in reason for reason in captures.eager)
-    model = few()
-    captures, recorder = recorded(model, cuda_graphs=True)
+    model, captures, recorder = recorded(few(), cuda_graphs=True)
     train(model, 6, 2)
     assert recorder.num_recorded == 2 * 2 * 2
 
 
 def test_nothing_is_recorded_within_a_backward() -> None:
     """Under a checkpoint around all of the model its forward runs once more in the backward."""
-    model = few()
-    _, recorder = recorded(model, self_check="off")
+    model, _, recorder = recorded(few(), self_check="off")
     begin, places = recorder.record, []
 
     def record(run: Callable[[], None], is_held: bool = False) -> Any:
@@ -351,11 +327,8 @@ def test_nothing_is_recorded_within_a_backward() -> None:
     assert set(places) <= {-1} and recorder.num_recorded > 0
 
 
-def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = few()
-    recorded(model, self_check="off", offload_boundaries=True)
+def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(monkeypatch: Patch) -> None:
+    model, *_ = recorded(few(), self_check="off", offload_boundaries=True)
     offloaded = noted(monkeypatch, ActivationOffloader, "offload")
     for layer in model.base_model.model.model.layers:
         layer.mlp.register_forward_hook(lambda module, given, result: None)
@@ -374,8 +347,7 @@ def visit(model: Model, *lengths: int, num_times: int = 1) -> None:
 
 def test_recordings_that_do_not_pay_make_the_next_ones_rarer() -> None:
     """Lengths that come twice, and not again."""
-    model = few()
-    captures, recorder = recorded(model, self_check="off")
+    model, captures, recorder = recorded(few(), self_check="off")
     visit(model, *range(8, 20), num_times=2)
     # As many forms as there are places, and two that others made way for.
     assert recorder.num_recorded == 2 * 2 * (4 + 2)
@@ -384,15 +356,12 @@ def test_recordings_that_do_not_pay_make_the_next_ones_rarer() -> None:
     assert captures.num_replays > 0
 
 
-def test_lengths_that_alternate_do_not_drive_each_other_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lengths_that_alternate_do_not_drive_each_other_out(monkeypatch: Patch) -> None:
     """One length more than there are places: that one runs as always, and nothing anew.
 
     On a GPU the host waits for the device as memory is given back: only when something is recorded.
     """
-    model = few()
-    captures, recorder = recorded(model, self_check="off")
+    model, captures, recorder = recorded(few(), self_check="off")
     given_back, after = list[int](), list[int]()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(captures.num_recorded))
     for _ in range(8):
@@ -404,8 +373,7 @@ def test_lengths_that_alternate_do_not_drive_each_other_out(
 
 
 def test_a_length_that_does_not_come_back_makes_way() -> None:
-    model = few()
-    captures, _ = recorded(model, self_check="off")
+    model, captures, _ = recorded(few(), self_check="off")
     visit(model, *range(8, 14), num_times=8)
     for forms in captures._forms.values():
         assert sum(form.forward is not None for form in forms.values()) == 4
@@ -414,8 +382,7 @@ def test_a_length_that_does_not_come_back_makes_way() -> None:
 
 def test_a_rare_length_among_micro_batches_is_not_recorded() -> None:
     """A group's own length is, after one; another, which takes memory beside it, after four."""
-    model = few()
-    _, recorder = recorded(model, self_check="off")
+    model, _, recorder = recorded(few(), self_check="off")
 
     def train_group(*lengths: int) -> int:
         rows = [torch.arange(length)[None] for length in lengths]
@@ -429,8 +396,7 @@ def test_a_rare_length_among_micro_batches_is_not_recorded() -> None:
 
 
 def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:
-    model = few()
-    captures, recorder = recorded(model, self_check="off", **KEPT)
+    model, captures, recorder = recorded(few(), self_check="off", **KEPT)
     eager: list[int] = []
     for _ in range(10):
         visit(model, 8, 9)
@@ -441,11 +407,10 @@ def test_kept_layers_replay_a_second_length_as_recomputed_ones() -> None:
 
 @pytest.mark.parametrize("keep_last", [0, 2])
 def test_what_is_known_of_calls_stays_known_in_other_rooms(
-    keep_last: int, monkeypatch: pytest.MonkeyPatch
+    keep_last: int, monkeypatch: Patch
 ) -> None:
     """No layer keeps a graph beside its recording: both of all layers may be above a budget."""
-    model = few(lora_dropout=0.1)
-    captures, recorder = recorded(model, self_check="off")
+    model, captures, recorder = recorded(few(lora_dropout=0.1), self_check="off")
     eager: list[int] = []
 
     @in_place_of(StreamedLayer, "_run")
@@ -469,8 +434,7 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(
 
 
 def test_a_graph_that_is_held_does_not_keep_others_from_being_recorded() -> None:
-    model = few()
-    _, recorder = recorded(model, self_check="off")
+    model, _, recorder = recorded(few(), self_check="off")
     held = loss_of(model)
     visit(model, 12, num_times=3)
     assert recorder.num_recorded and held.requires_grad
@@ -493,19 +457,16 @@ def test_a_checksum_tells_what_regular_edits_do(dtype: torch.dtype) -> None:
 # Controls.
 
 
-def test_control_gradients_that_are_not_copied_out_are_overwritten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_control_gradients_that_are_not_copied_out_are_overwritten(monkeypatch: Patch) -> None:
     """Autograd keeps what it is handed as ``.grad``, and the next visit writes there."""
-    model = few(lora_dropout=0.1)
-    captures, _ = recorded(model)
+    model, captures, _ = recorded(few(lora_dropout=0.1))
     monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
     assert not same(train(model), resident("nothing")) and captures.num_replays > 0
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
-    is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+    is_guarded: bool, monkeypatch: Patch
 ) -> None:
     """Recorded first, it may compute where the later one, recorded then, has its graph."""
     if not is_guarded:
@@ -532,7 +493,6 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
         return facts
 
     expected = run(few())
-    model = few()
-    captures, _ = recorded(model, **KEPT)
+    model, captures, _ = recorded(few(), **KEPT)
     is_same = same(run(model), expected)
     assert captures.num_replays > 0 and is_same == is_guarded

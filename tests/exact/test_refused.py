@@ -6,7 +6,6 @@ A step behind it is exact. Edits that the language of the fuzzer has: ``test_wri
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,9 +44,8 @@ from tests.loops import (
     resident_facts,
     streamed,
 )
-from tests.replaced import noted
+from tests.replaced import Patch, noted
 
-Patch = pytest.MonkeyPatch
 Provocation = Callable[[Model], Iterator[None]]
 """Of a model: what comes before, a ``yield``, and what should raise."""
 
@@ -148,21 +146,6 @@ def train_the_second(model: Model) -> object:
     return P.train(model)
 
 
-@contextmanager
-def caught_inputs(model: Model, index: int) -> Iterator[dict[str, Any]]:
-    """What layer ``index`` is called with."""
-    seen: dict[str, Any] = {}
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.update(kwargs, hidden=args[0] if args else kwargs["hidden_states"])
-
-    handle = layer(model, index).register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 INPUTS: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
     "hidden": lambda seen: seen["hidden"],
     "rotary cos": lambda seen: seen["position_embeddings"][0],
@@ -174,7 +157,7 @@ INPUTS: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
 
 def edited_input(what: str, index: int) -> Provocation:
     def provocation(model: Model) -> Iterator[None]:
-        with caught_inputs(model, index) as seen:
+        with P.caught_inputs(model, index) as seen:
             loss = P.loss_of(model, 1)  # padded, so there is a mask
         with torch.no_grad():
             tensor = INPUTS[what](seen)
@@ -199,12 +182,9 @@ def run(program: Program) -> Provocation:
 def argument_edited_by_the_layer(model: Model) -> Iterator[None]:
     """The first layer's input needs no gradient, so autograd would not notice."""
     norm = layer(model, 0).input_layernorm
-    handle = norm.register_forward_pre_hook(lambda m, args: (args[0].add_(1),))
-    try:
+    with norm.register_forward_pre_hook(lambda m, args: (args[0].add_(1),)):
         yield
         P.loss_of(model).backward()
-    finally:
-        handle.remove()
 
 
 def cache_of_a_forward_with_gradients(model: Model) -> Iterator[None]:
@@ -389,7 +369,7 @@ def test_an_update_within_a_region_is_refused_by_layers_that_are_replayed(
     monkeypatch: Patch,
 ) -> None:
     model = on_tapes(S.FP32_DENSE())
-    often(P.region)(model)
+    often(P.REGION)(model)
     model.zero_grad()
     before = poros.runtime(model).stats()["num_replayed_visits"]
     monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
@@ -406,9 +386,7 @@ def test_an_update_between_groups_in_one_region_is_refused(
     model = on_tapes(S.FP32_DENSE())
     optimizer = torch.optim.AdamW(P.trained(model).values(), lr=1e-2, fused=True)
 
-    def group() -> None:
-        poros.accumulate(model, [batches()[0]] * 2)
-
+    group = partial(poros.accumulate, model, [batches()[0]] * 2)
     if is_broken:
         monkeypatch.setattr(ModelContext, "confines_autocast", lambda self: True)
     for _ in range(6):
@@ -477,7 +455,7 @@ def test_a_region_that_ends_with_the_model_makes_no_casts(monkeypatch: Patch) ->
         return len({id(of_layer) for _, of_layer in made})
 
     model = on_tapes(S.FP32_DENSE())
-    counts = {P.penalty_by_accelerate: 0, P.penalty_outside: 3, P.with_penalty: 0}
+    counts = {P.penalty_by_accelerate: 0, P.PENALTY_OUTSIDE: 3, P.PENALTY_INSIDE: 0}
     for program, count in counts.items():
         often(program)(model)
         made.clear()

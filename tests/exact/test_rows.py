@@ -44,12 +44,11 @@ from tests.loops import (
     trained,
     training,
 )
-from tests.replaced import noted
+from tests.replaced import Patch, noted, raising
 from tools.tape import TapeRecorder
 
 Model = Any
 Facts = list[torch.Tensor]
-Patch = pytest.MonkeyPatch
 
 OTHER_BITS = "a recording gave other bits"
 
@@ -114,17 +113,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def ends_alike(run: Callable[..., Facts], base: Subject) -> bool:
-    model = on_tapes(base().train(), slots=2)
-    return same(run(model), run(base().train(), together=False))
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("run", RUNS)
-def test_runs(run: str, base: str) -> None:
-    assert ends_alike(RUNS[run], BASES[base])
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy: str, monkeypatch: Patch) -> None:
     found, genuine = [], Rows.one
@@ -134,15 +122,13 @@ def test_policies(policy: str, monkeypatch: Patch) -> None:
         return found[-1]
 
     monkeypatch.setattr(Rows, "one", call_again)
-    model = on_tapes(training().train(), **POLICIES[policy])
-    expected = train(training().train(), together=False, **OFTEN)
+    model = on_tapes(training(), **POLICIES[policy])
+    expected = train(training(), together=False, **OFTEN)
     assert same(train(model, **OFTEN), expected)
     assert any(each is None for each in found) and any(each is not None for each in found)
 
 
 ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
-
-
 ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
 UNDRAWN: Subject = partial(training, dropout=0.0)
 
@@ -158,6 +144,16 @@ def joined(
         slice_resident_loss(resident)
     is_same = same(run(model), run(resident, together=False))
     return is_same, poros.runtime(model).stats()["num_joined_visits"]
+
+
+def ends_alike(run: Callable[..., Facts], base: Subject, **policy: Any) -> bool:
+    return joined(run, base, **policy)[0]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("run", RUNS)
+def test_runs(run: str, base: str) -> None:
+    assert ends_alike(RUNS[run], BASES[base])
 
 
 def with_a_mask(batch: Batch) -> Batch:
@@ -183,9 +179,7 @@ def of_inference(batch: Batch) -> Batch:
 def trained_below() -> Model:
     """Embeddings are trained, and the first layer is not adapted."""
     model = dense(dropout=0.0, num_layers=3)
-    for name, each in model.named_parameters():
-        if ".layers.0." in name:
-            each.requires_grad_(False)
+    layers_of(model)[0].requires_grad_(False)
     model.get_input_embeddings().weight.requires_grad_(True)
     return model
 
@@ -274,13 +268,9 @@ def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
     assert number > 0 and not is_same
 
 
-@pytest.mark.parametrize("error", [RuntimeError("none left"), None])
-def test_what_cannot_be_joined(error: Exception | None, monkeypatch: Patch) -> None:
-    def join(self: TapeRecorder, recordings: Any) -> None:
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(TapeRecorder, "join", join)
+@pytest.mark.parametrize("join", [raising(RuntimeError, "none left"), nothing])
+def test_what_cannot_be_joined(join: Callable[..., Any], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(TapeRecorder, "join", lambda self, recordings: join(self))
     assert joined() == (True, 0)
 
 
@@ -300,7 +290,7 @@ def test_a_use_without_a_gradient() -> None:
 
 
 def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
-    model = on_tapes(training().train(), slots=2)
+    model = on_tapes(training())
     train(model, **OFTEN)
     caught, genuine, numbers = list[Exception](), Rows.one, count()
 
@@ -366,10 +356,7 @@ def grouped_ends_alike(policy: dict[str, Any]) -> bool:
 
     sizes = (*OFTEN["sizes"], 5, 5)
     run = partial(train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": sizes})
-    base = partial(training, dropout=0.0)
-    streamed = on_tapes(base(), adapter_kernels="grouped", **policy)
-    resident = poros.use_adapter_kernels(base(), "grouped")
-    return same(run(streamed), run(resident, together=False))
+    return ends_alike(run, UNDRAWN, adapter_kernels="grouped", **policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -422,8 +409,7 @@ def test_casts_that_are_elsewhere(
 def look(model: Model, gradient: torch.Tensor) -> torch.Tensor:
     """The model runs between the backwards of one layer by two micro-batches."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found: torch.Tensor = model(input_ids=torch.arange(4, 16)[None], use_cache=False).logits
-    return found
+        return model(input_ids=torch.arange(4, 16)[None], use_cache=False).logits
 
 
 with_a_forward_in_a_hook = partial(
@@ -442,11 +428,8 @@ def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) ->
 def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: Patch) -> None:
     if is_control:
         monkeypatch.setattr(GradientSums, "add", as_left)
-    base = partial(training, dropout=0.0)
-    streamed = on_tapes(base(), adapter_kernels="grouped", slots=2)
-    resident = poros.use_adapter_kernels(base(), "grouped")
-    found = with_a_forward_in_a_hook(streamed)
-    assert same(found, with_a_forward_in_a_hook(resident, together=False)) != is_control
+    is_same = ends_alike(with_a_forward_in_a_hook, UNDRAWN, adapter_kernels="grouped")
+    assert is_same != is_control
 
 
 @pytest.mark.parametrize("is_control", [False, True])

@@ -26,7 +26,7 @@ from poros.model.sizing import ResidencyPlan
 from tests.comparing import assert_same_run, compare_trajectories, digest
 from tests.loops import NUM_LAYERS, ON_HOST, batches, build, run, slice_resident_loss, streamed
 from tests.operators import Operators
-from tests.replaced import in_place_of
+from tests.replaced import Patch, in_place_of, raising
 from tests.trainers import Arms, logged
 
 Model = Any
@@ -37,8 +37,7 @@ pytestmark = pytest.mark.usefixtures("narrow")
 
 
 def head_of(model: Model) -> torch.Tensor:
-    weight: torch.Tensor = model.get_output_embeddings().weight
-    return weight
+    return model.get_output_embeddings().weight
 
 
 def outputs(model: Model, **inputs: Any) -> Any:
@@ -149,7 +148,9 @@ class Head(NamedTuple):
 
 
 EMBEDDING = {"loss": "reference", "stream_head": False, "stream_embedding": True}
-STAYS = "the embedding stays on the device"
+embedding = partial(
+    Head, said="the embedding stays on the device", is_sliced=False, policy=EMBEDDING
+)
 HEADS = {
     # Of a head that is adapted or trained the logits are computed whole.
     "LoRA": Head(with_lora, "its head is a", False, 2),
@@ -163,16 +164,12 @@ HEADS = {
     "another forward": Head(
         with_a_forward_of_its_own, "its head's forward has been replaced", False
     ),
-    "a trained embedding": Head(trained_embedding, STAYS, False, policy=EMBEDDING),
-    "a tied embedding": Head(tied, STAYS, False, policy=EMBEDDING),
-    "LoRA on the embedding": Head(
-        partial(with_lora, target_modules=["q_proj", "embed_tokens"]),
-        *(STAYS, False),
-        policy=EMBEDDING,
+    "a trained embedding": embedding(trained_embedding),
+    "a tied embedding": embedding(tied),
+    "LoRA on the embedding": embedding(
+        partial(with_lora, target_modules=["q_proj", "embed_tokens"])
     ),
-    "an embedding saved whole": Head(
-        partial(saved_whole, name="embed_tokens"), STAYS, False, policy=EMBEDDING
-    ),
+    "an embedding saved whole": embedding(partial(saved_whole, name="embed_tokens")),
 }
 
 
@@ -216,7 +213,7 @@ def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
     assert torch.equal(outputs(model).loss, outputs(tied(build())).loss)
 
 
-def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: Patch) -> None:
     """A head only if its loss is sliced."""
 
     def on_host(**policy: Any) -> tuple[bool, bool]:
@@ -237,7 +234,7 @@ def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.Mon
 
 
 def test_large_logits_that_are_read_are_mentioned_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("poros.head.takeover._LOUD_NUM_BYTES", 1)
     model = with_sliced_loss(build())
@@ -375,7 +372,7 @@ def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
 def test_the_head_has_a_place_once_every_block_has_one(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, monkeypatch: Patch
 ) -> None:
     """Copied once, sliced as before; and it leaves with the slots."""
     monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
@@ -399,17 +396,13 @@ def test_the_head_has_a_place_once_every_block_has_one(
     assert asked.head is not None and not asked.head.holds_all
 
 
-def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: Patch) -> None:
     monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
     model = with_sliced_loss(build(), **{**ON_HOST, "stream_head": None})
     runtime = poros.runtime(model)
     before = runtime.stats()["device_num_bytes"]
-
-    def full(_: SliceReader) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(SliceReader, "load", full)
+        patch.setattr(SliceReader, "load", raising(torch.OutOfMemoryError, "no room"))
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             runtime.resize(ResidencyPlan(NUM_LAYERS, 0))
     assert runtime.room == ResidencyPlan(2, 0) and runtime.stats()["device_num_bytes"] == before
@@ -432,10 +425,10 @@ def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) ->
 
 # What notices damage.
 
-Damage = Callable[[Model, pytest.MonkeyPatch], object]
+Damage = Callable[[Model, Patch], object]
 
 
-def flip_a_row_that_no_batch_asks_for(model: Model, patch: pytest.MonkeyPatch) -> None:
+def flip_a_row_that_no_batch_asks_for(model: Model, patch: Patch) -> None:
     matrix = model.get_input_embeddings().weight
     asked = {int(token) for batch in batches() for token in batch["input_ids"].flatten()}
     row = next(row for row in range(matrix.shape[0]) if row not in asked)
@@ -444,11 +437,7 @@ def flip_a_row_that_no_batch_asks_for(model: Model, patch: pytest.MonkeyPatch) -
 
 def copies_of_rows(copy: Callable[..., Any]) -> Damage:
     """``copy(genuine, target, source, after)`` copies them."""
-
-    def damage(model: Model, patch: pytest.MonkeyPatch) -> None:
-        in_place_of(poros.runtime(model).rows._streams, "copy")(copy)(patch)
-
-    return damage
+    return lambda model, patch: in_place_of(poros.runtime(model).rows._streams, "copy")(copy)(patch)
 
 
 def rolled(genuine: Any, target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
@@ -459,7 +448,7 @@ def none(genuine: Any, target: torch.Tensor, source: torch.Tensor, *, after: Any
     target.view(torch.uint8).fill_(0xFF)  # memory that was had may hold the right rows already
 
 
-def flip_a_byte_of_the_head(model: Model, patch: pytest.MonkeyPatch) -> None:
+def flip_a_byte_of_the_head(model: Model, patch: Patch) -> None:
     head_of(model).host.view(torch.uint8)[-1, 3] ^= 1  # type: ignore[attr-defined]
 
 
@@ -491,7 +480,7 @@ DAMAGE: dict[str, tuple[dict[str, Any], Damage, str]] = {
 
 
 @pytest.mark.parametrize("which", DAMAGE)
-def test_the_first_step_notices_damage(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_notices_damage(which: str, monkeypatch: Patch) -> None:
     policy, damage, said = DAMAGE[which]
     model = with_sliced_loss(build(), **policy)
     damage(model, monkeypatch)
@@ -501,9 +490,7 @@ def test_the_first_step_notices_damage(which: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("which", ["other rows", "a slice that comes late"])
-def test_control_without_the_check_it_would_have_trained_on(
-    which: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_without_the_check_it_would_have_trained_on(which: str, monkeypatch: Patch) -> None:
     policy, damage, _ = DAMAGE[which]
     expected, model = (with_sliced_loss(build(), **policy, self_check="off") for _ in "ab")
     loss = outputs(expected.train()).loss
@@ -519,8 +506,6 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "cast": lambda model: model.get_output_embeddings().float(),
     "made trainable": lambda model: head_of(model).requires_grad_(True),
     "other data": lambda model: setattr(head_of(model), "data", another_weight().data),
-    "written": torch.no_grad()(lambda model: head_of(model).mul_(2)),
-    "written in a row": torch.no_grad()(lambda model: head_of(model)[3].fill_(1.0)),
     "another weight": lambda m: setattr(m.get_output_embeddings(), "weight", another_weight()),
     "swapped": lambda model: torch.utils.swap_tensors(head_of(model), another_weight()),
 }
@@ -528,7 +513,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
 
 @pytest.mark.parametrize("which", CHANGES)
 def test_a_head_in_host_memory_that_is_changed_is_refused(which: str) -> None:
-    """Before anything is computed with it."""
+    """Before anything is computed with it. Writes: ``tests/unit/test_host_matrix``."""
     model = with_sliced_loss(build())
     with pytest.raises(PreparedModelError, match="weight"):
         CHANGES[which](model)

@@ -12,11 +12,10 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.errors import PreparedModelError
 from poros.gates.reference import Trajectory
-from poros.self_check.compare import Difference
 from poros.slots.schedule import Phase
-from tests.comparing import bits_of, changes, compare_mappings, compare_trajectories
+from tests.comparing import bits_of, changes, compare_trajectories
 from tests.journal import count, training_visits, walk
-from tests.loops import build
+from tests.loops import build, facts_of
 from tests.support import damaged, prepare_plain
 from tests.trainers import (
     ACCUMULATION,
@@ -71,26 +70,11 @@ def check_loads(model: Any) -> None:
     assert poros.runtime(model).stats()["num_loads"] == expected
 
 
-def differing_contents(expected: Path, found: Path) -> list[Difference]:
+def differing_contents(expected: Path, found: Path) -> dict[str, object]:
     """Differences of what ``torch.load`` reads from two files."""
-    contents = [flat(torch.load(path, weights_only=False)) for path in (expected, found)]
+    contents = [facts_of(torch.load(path, weights_only=False)) for path in (expected, found)]
     assert contents[0]
-    return compare_mappings(*contents)
-
-
-def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor and plain value in nested containers, by path."""
-    if isinstance(value, torch.Tensor):
-        return {path: value}
-    if isinstance(value, dict):
-        items = [(str(key), each) for key, each in value.items()]
-    elif isinstance(value, list | tuple):
-        items = [(str(index), each) for index, each in enumerate(value)]
-    elif isinstance(value, bool | int | float):
-        return {path: torch.tensor(value, dtype=torch.float64)}
-    else:
-        return {f"{path} = {value!r}": torch.zeros(())}
-    return {k: v for key, each in items for k, v in flat(each, f"{path}/{key}").items()}
+    return changes(*contents)
 
 
 def test_a_whole_run_is_bitwise_equal(
@@ -110,7 +94,7 @@ def test_checkpoints_are_equal(arms: Arms, resident: Trajectory, streamed: Traje
             expected, found = ((folder / name).read_bytes() for folder in folders)
             assert len(expected) > 100 and found == expected, name
         for name in STATES:
-            assert differing_contents(*(folder / name for folder in folders)) == [], name
+            assert differing_contents(*(folder / name for folder in folders)) == {}, name
     for name in STATES:
         paths = [arms.checkpoint("resident", step) / name for step in (RESUME_AT, NUM_STEPS)]
         assert differing_contents(*paths), "the file never changes, so it shows nothing"

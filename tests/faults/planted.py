@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-import pytest
 import torch
 from transformers.utils.output_capturing import _active_collector
 
@@ -27,10 +26,9 @@ from poros.stream.rng import RngStash
 from poros.stream.settings import Settings, Surroundings
 from poros.stream.visit import BlockVisit
 from tests.loops import at, before, behind, build, halve_in_place
-from tests.replaced import Plant, in_place_of
+from tests.replaced import Patch, Plant, in_place_of
 from tests.support import poison_what_is_released
 
-Patch = pytest.MonkeyPatch
 Spoil = Callable[[Any], None]
 
 NUM_LAYERS = 4

@@ -33,10 +33,10 @@ from tests import loops
 from tests.comparing import compare_trajectories
 from tests.covers import with_slow
 from tests.loops import layers_of, override
+from tests.replaced import Patch, raising
 from tests.support import AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams, SlotHazard
 
-Patch = pytest.MonkeyPatch
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
 BATCHES = tiny.make_batches(4, num_tokens=16, padded=False)
@@ -266,12 +266,11 @@ def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> Non
         if len(calls) > is_backward:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    handle = layers_of(model)[0].mlp.register_forward_hook(run_out)
     message = r"layers\.0(.|\n)*workspace(.|\n)*Tried to"
-    with pytest.raises(VRAMBudgetError, match=message) as caught:
+    handle = layers_of(model)[0].mlp.register_forward_hook(run_out)
+    with handle, pytest.raises(VRAMBudgetError, match=message) as caught:
         model(**BATCHES[0]).loss.backward()
     assert isinstance(caught.value, RuntimeError) and "CUDA out of memory" in str(caught.value)
-    handle.remove()
     model(**BATCHES[0]).loss.backward()
 
 
@@ -370,14 +369,9 @@ def test_a_graph_that_is_dropped_gives_everything_back(resident: Trajectory) -> 
     most = offloader.num_bytes
     del loss
     loss = model(**BATCHES[1]).loss
-
-    def fail(*_: object) -> None:
-        raise ValueError("interrupted")
-
-    handle = layers_of(model)[2].mlp.register_full_backward_hook(fail)
-    with pytest.raises((ValueError, RematerializationError)):
+    handle = layers_of(model)[2].mlp.register_full_backward_hook(raising(ValueError))
+    with handle, pytest.raises((ValueError, RematerializationError)):
         loss.backward()
-    handle.remove()
     del loss
     gc.collect()
     model.zero_grad()
@@ -416,9 +410,8 @@ def test_an_edited_input_is_refused_again_and_again() -> None:
     """The edit and the copy to the host are not ordered: what came back may hold either."""
     model = hostile(build(), self_check="off").train()
     inputs: list[torch.Tensor] = []
-    handle = layers_of(model)[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    edited = model(**BATCHES[0]).loss
-    handle.remove()
+    with layers_of(model)[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
+        edited = model(**BATCHES[0]).loss
     with torch.no_grad():
         inputs[0].add_(1)
     other = model(**BATCHES[1]).loss  # not to blame
@@ -434,11 +427,7 @@ def test_a_dropped_graph_waits_on_no_stream(monkeypatch: Patch) -> None:
     offloaded = parked(offloader, 3)
     own = offloader._streams
     abandoned: list[tuple[int, ...]] = []
-
-    def refuse(event: object) -> None:
-        raise AssertionError("waited")
-
-    monkeypatch.setattr(own, "wait", refuse)
+    monkeypatch.setattr(own, "wait", raising(AssertionError, "waited"))
     monkeypatch.setattr(own, "abandon", lambda memory, event: abandoned.append(memory.shape))
     del offloaded
     gc.collect()

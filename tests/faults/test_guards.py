@@ -33,14 +33,10 @@ CASTS: dict[str, Callable[[nn.Module], Any]] = {
     "to(float16)": lambda module: module.to(torch.float16),
     "to(dtype=)": lambda module: module.to(dtype=torch.float32),
     "to(device, dtype)": lambda module: module.to("cpu", torch.float16),
-    "half": lambda module: module.half(),
-    "bfloat16": lambda module: module.bfloat16(),
-    "float": lambda module: module.float(),
-    "double": lambda module: module.double(),
     "to(meta)": lambda module: module.to("meta"),
     "to(cpu)": lambda module: module.to("cpu"),
     "to(device)": lambda module: module.to(torch.device("cpu")),
-    "cpu": lambda module: module.cpu(),
+    **{name: methodcaller(name) for name in ("half", "bfloat16", "float", "double", "cpu")},
 }
 HARMLESS = {
     torch.bfloat16: {"to(cpu)", "to(device)", "cpu"},

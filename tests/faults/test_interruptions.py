@@ -52,8 +52,7 @@ BATCHES = batches(3)
 
 
 def loss_of(model: Any, index: int) -> torch.Tensor:
-    loss: torch.Tensor = model(**BATCHES[index]).loss
-    return loss
+    return model(**BATCHES[index]).loss
 
 
 # Exceptions out of a layer.

@@ -28,11 +28,10 @@ from tests.comparing import compare_trajectories
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.journal import training_visits
 from tests.loops import build, resident_run, run
+from tests.replaced import Patch, raising
 from tests.slots import Slots
 from tests.support import AdversarialPrepare, same_bits
 from tools.adversary import AdversarialStreams, SlotHazard
-
-Patch = pytest.MonkeyPatch
 
 Problem = str | None
 Scenario = Callable[[AdversarialStreams], Problem]
@@ -339,13 +338,9 @@ def test_interrupted_as_another_compute_stream_is_met(monkeypatch: Patch) -> Non
     cuda = fake_cuda(monkeypatch)
     slots = cuda_slots()
     slots.train()
-
-    def struck(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with cuda.on(FakeStream(name="another compute stream")):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(FakeStream, "wait_stream", struck)
+            patch.setattr(FakeStream, "wait_stream", raising(KeyboardInterrupt))
             slots.streams.record()
         slots.train(2)
 

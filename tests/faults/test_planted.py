@@ -185,8 +185,7 @@ def checked_run(fault: Fault | None = None, **policy: Any) -> dict[str, Any]:
     except ParityError:
         assert poros.runtime(model).self_check["status"] == "failed"
         raise
-    found: dict[str, Any] = poros.runtime(model).self_check
-    return found
+    return poros.runtime(model).self_check
 
 
 def never_the_same(is_steady: Callable[[], bool]) -> Callable[[Any], None]:

@@ -25,7 +25,7 @@ from poros.stream.general import RecomputedCall
 from tests.comparing import assert_same_run, bits_of, changes, picture
 from tests.covers import with_slow
 from tests.loops import batches, build, layers_of, resident_run, run
-from tests.replaced import in_place_of
+from tests.replaced import Patch, in_place_of, raising
 from tests.support import num_arenas, prepare_plain, same_bits
 
 ON_HOST = {"stream_head": True, "stream_embedding": True}
@@ -61,17 +61,12 @@ def test_restored_after_steps_it_equals_a_model_that_was_never_prepared(
     architecture: str, is_failed: bool
 ) -> None:
     """After a run, and also after a step that has failed."""
-
-    def fail(*_: object) -> None:
-        raise KeyError("a user's hook")
-
     twin, model = build(architecture), prepare_plain(build(architecture))
     assert_same_run(run(twin), run(model))
     if is_failed:
-        handle = layers_of(model)[1].mlp.register_forward_hook(fail)
-        with pytest.raises(KeyError):
+        handle = layers_of(model)[1].mlp.register_forward_hook(raising(KeyError))
+        with handle, pytest.raises(KeyError):
             model(**batches()[0])
-        handle.remove()
     poros.restore(model)
     assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
     for each in (twin, model):
@@ -161,21 +156,19 @@ def test_what_streamed_is_freed(how: str) -> None:
 
 
 def _replace(
-    patch: pytest.MonkeyPatch, where: str, error: BaseException | None = None, call: int = 0
+    patch: Patch, where: str, error: BaseException | None = None, call: int = 0
 ) -> list[None]:
     """Count the calls of what ``where`` names; number ``call`` (from 1) raises ``error``."""
     module, owner, name = where.rsplit(".", 2)
-    original = getattr(import_module(module), owner).__dict__[name]
-    function = getattr(original, "__func__", original)
     calls: list[None] = []
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         if error is not None and len(calls) == call:
             raise error
-        return function(*args, **kwargs)
+        return genuine(*args, **kwargs)
 
-    patch.setattr(where, classmethod(counting) if function is not original else counting)
+    in_place_of(getattr(import_module(module), owner), name)(counting)(patch)
     return calls
 
 
@@ -199,7 +192,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: Patch
 ) -> None:
     """Where nothing fails the model is prepared, and is another than before."""
     target, call, error = FAILURES[where]
@@ -315,7 +308,7 @@ def keep_the_result(genuine: Any, self: Any, args: Any, kwargs: Any) -> Any:
     return self.result
 
 
-def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cycle_would_be_seen(monkeypatch: Patch) -> None:
     keep_the_result(monkeypatch)
     model = prepare_plain(build())
     with without_collector():

@@ -25,8 +25,7 @@ from tests.support import prepare_plain
 
 
 def status(model: Any) -> str:
-    found: str = poros.runtime(model).self_check["status"]
-    return found
+    return poros.runtime(model).self_check["status"]
 
 
 def backward(model: Any) -> torch.Tensor:

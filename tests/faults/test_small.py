@@ -18,7 +18,7 @@ import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.stream.marks import Marks
 from tests.comparing import assert_same_run, bits_of, changes
-from tests.loops import NUM_LAYERS, batches, build, layers_of, run
+from tests.loops import NUM_LAYERS, at, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
 
 make: Callable[..., Any] = partial(build, dtype=torch.float32)
@@ -44,9 +44,7 @@ def cast(model: Any) -> None:
     bias_of(model).bias.data = bias_of(model).bias.data.bfloat16()
 
 
-def trainable(model: Any) -> None:
-    for layer in layers_of(model):
-        layer.input_layernorm.weight.requires_grad_(True)
+trainable = at(lambda norm: norm.requires_grad_(True), "input_layernorm")
 
 
 def test_a_cast_between_steps_is_that_of_a_resident_run() -> None:

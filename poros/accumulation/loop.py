@@ -69,9 +69,10 @@ def accumulate(
         parameters of layers itself, and with layers that run code of no known library. That is
         found out at the first micro-batch; what only a later one does raises an error. Between the
         parts of ``loss`` before the layers, behind them and behind the head, those of other batches
-        run: values that pass from one part to another in attributes of its object or in variables
-        around it are found out likewise. Poros does not see what passes elsewhere (within other
-        objects, in context variables, in files, in iterators), layers that begin to leave values in
+        run: values that pass from one part to another in attributes of its object or its class, in
+        variables around it, or in objects of classes of the same file, are found out likewise.
+        Poros does not see what passes elsewhere (within other objects, in context variables, in
+        files, in iterators), layers that begin to leave values in
         their modules at a later micro-batch, edits that PyTorch does not count (through ``.data``
         or NumPy) between micro-batches, nor gradients that were read before and kept.
 

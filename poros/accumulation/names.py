@@ -4,9 +4,9 @@ Other micro-batches run between the parts of a loss: before the layers, behind t
 head. So a value that passes from one part to another by such a name would be another micro-batch's.
 
 Looked at are attributes of objects that the code is a method of, of which it is seen in which part
-they are read and bound; and of functions and classes, variables around functions, global variables
-that they use, and those of functions of the same file that these use, of which it is assumed. So
-are the elements of containers, but not what is in other objects.
+they are read and bound; and of functions and classes, variables around functions, and global
+variables that they use, of which it is assumed. So it is for the elements of containers, and for
+functions and objects of the same file that these use, but not for what is in other objects.
 """
 
 import dis
@@ -62,14 +62,11 @@ class Names:
             todo += [getattr(each, k) for k in ("func", "__self__", "__func__") if hasattr(each, k)]
             if isinstance(each, FunctionType):
                 self._assumed.append(each)
-                todo += [
-                    value
-                    for value in _variables(each).values()
-                    if getattr(value, "__globals__", None) is each.__globals__
-                ]
+                todo += _of_file(each.__module__, _variables(each))
             elif _has_attributes(each) and not isinstance(each, MethodType):
                 self._owners.append(each)
                 todo += [type(each), type(each).__call__]
+                todo += _of_file(type(each).__module__, _attributes(each))
 
     def begin(self) -> None:
         """A part of the code begins: before the layers, behind them, or behind the head."""
@@ -139,6 +136,15 @@ def _noting(owner: Any, name: str, noted: set[str]) -> Callable[[], None]:
     return partial(delattr, kind, name) if own is None else partial(setattr, kind, name, own)
 
 
+def _of_file(file: str, values: dict[str, Any]) -> list[Any]:
+    """Functions of the module of that name, and objects of its classes."""
+    return [
+        each
+        for each in values.values()
+        if (each if isinstance(each, FunctionType) else type(each)).__module__ == file
+    ]
+
+
 def _has_attributes(owner: Any) -> bool:
     return hasattr(owner, "__dict__") or bool(_slots(owner))
 
@@ -166,7 +172,7 @@ def _stored(function: Any) -> set[str]:
 
 
 def _variables(function: Any) -> dict[str, Any]:
-    """Around a function, those of globals that it uses, and its own attributes; those of a class."""
+    """Those around a function, globals that it uses, and its attributes; or those of a class."""
     if isinstance(function, type):
         return dict(vars(function))
     found = {

@@ -439,7 +439,7 @@ class Captures:
             self._recordings.record(layer, form)
             self.num_recorded += 1
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
-            self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
+            self._refuse(layer, form, "cannot be recorded: " + str(error).partition("\n")[0])
 
     def _join(self, layers: Sequence[LayerBody]) -> None:
         """Join what is recorded of forms that come in rows."""
@@ -448,7 +448,7 @@ class Captures:
                 try:
                     self.rows.join(form)
                 except RuntimeError as error:
-                    reason = str(error).splitlines()[0]
+                    reason = str(error).partition("\n")[0]
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
 

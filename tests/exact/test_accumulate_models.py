@@ -121,11 +121,11 @@ def scaling(place: int) -> Any:
     """The loss sets the scaling of one layer before it calls the model; of some another one."""
 
     def make(model: Model) -> Any:
-        values = layers_of(model)[place].self_attn.q_proj.scaling
-        usual = values["default"]
+        projection = layers_of(model)[place].self_attn.q_proj
+        usual = projection.scaling["default"]
 
         def loss(model: Model, batch: Any) -> torch.Tensor:
-            values["default"] = usual * (4 if batch["input_ids"].shape[1] == 9 else 1)
+            projection.scaling["default"] = usual * (4 if batch["input_ids"].shape[1] == 9 else 1)
             return own_loss(model, batch)
 
         return loss

@@ -114,6 +114,51 @@ class Counting:
         return found
 
 
+class Flagging:
+    """Binds it to what it was, mostly."""
+
+    __slots__ = ("is_odd",)
+
+    def __init__(self) -> None:
+        self.is_odd = False
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        self.is_odd = bool(batch["input_ids"][0, 0] % 2)
+        return own_loss(model, batch) * (2 if self.is_odd else 1)
+
+
+class Keeping(torch.nn.Module):
+    owner: Any = staticmethod(lambda loss: loss)
+
+    def forward(self, model: Model, batch: Batch) -> torch.Tensor:
+        self.owner(self).labels = batch["labels"]
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
+        wanted = self.owner(self).labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted)
+
+
+class Warming:
+    """Changes ``scale`` from its second step on."""
+
+    step, scale = 0, 1.0
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        if self.step:
+            self.scale = 1.0 + float(batch["input_ids"][0, 0]) / 100
+        return own_loss(model, batch) * self.scale
+
+    def note(self, model: Model, step: int) -> None:
+        self.step, self.scale = step, 1.0
+
+
+WARMING = Warming()
+
+
+def within_another(model: Model) -> Loss:
+    flagging = Flagging()
+    return lambda model, batch: flagging(model, batch)
+
+
 def on_model(model: Model) -> Loss:
     """In an attribute of the model."""
     holder = model.get_base_model()
@@ -132,6 +177,15 @@ STATES = {
     "object": program(lambda model: Counting()),
     "last loss": program(lambda model: Counting().scaled),
     "tokens by number, late": program(lambda model: Counting().late_tokens, "changes calls"),
+    "flag": program(lambda model: Flagging(), "changes is_odd"),
+    "flag of another object": program(within_another, "changes is_odd"),
+    "labels of a module": program(lambda model: Keeping(), "changes labels"),
+    "labels of a class": program(
+        lambda model: type("ForAll", (Keeping,), {"owner": type})(), "changes labels"
+    ),
+    "number that changes later": program(
+        of(WARMING), (UNSUPPORTED, "changes scale"), sizes=(3, 3), between=WARMING.note
+    ),
     "number of the model": program(on_model, "changes the model"),
     "random numbers of Python": program(
         of(lambda model, batch: masked(model, batch, random.randrange(1, 4))),

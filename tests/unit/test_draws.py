@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from poros.accumulation import draws
-from poros.accumulation.draws import NONE, Draws, between, later
+from poros.accumulation.draws import NONE, Drawn, Draws, DrawTable, between, later
 from poros.stream.rng import RngStash
 
 CPU = torch.device("cpu")
@@ -50,3 +50,12 @@ def test_another_seed_and_a_normal_number_kept_for_later_are_no_number_of_draws(
         assert between(start, RngStash.capture(CPU)) is None
         torch.manual_seed(4)
         assert between(start, RngStash.capture(CPU)) is None
+
+
+def test_a_plan_that_was_wrong_is_not_made_again() -> None:
+    """Of layers that draw nothing in the first one, and later on something in others."""
+    table, drawn = DrawTable(), Drawn(NONE, NONE, NONE)
+    table.note("shape", drawn)
+    assert table.plan("shape", NONE) == drawn
+    table.forget("shape")
+    assert table.plan("shape", NONE) is None and table.is_predictable("shape")

@@ -526,3 +526,14 @@ def test_one_that_ran_alone_does_not_end_what_others_share(prepared: Prepare) ->
     loop = prepared(budget(6, 0, 60), dense_tokens=100.0)
     assert all(accumulated(loop, 16, 4, first=20))
     assert loop.sizer.shares_dense
+
+
+def test_one_behind_others_may_be_longer(prepared: Prepare) -> None:
+    """Room is made for it as its code begins, where others have come to their layers already."""
+    loop = prepared(budget(6, 0, 60), dense_tokens=1000.0)
+    assert all(accumulated(loop, 16, 6))
+    before, num_groups = loop.runtime.room, loop.runtime.accumulation.num_groups
+    made = [tiny.make_batches(1, batch_size=1, num_tokens=n, padded=False)[0] for n in (16, 24, 16)]
+    poros.accumulate(loop.model, [dict(each) for each in made])
+    assert loop.runtime.room != before
+    assert loop.runtime.accumulation.num_groups > num_groups

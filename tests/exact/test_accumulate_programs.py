@@ -115,9 +115,7 @@ class Counting:
 
 
 class Flagging:
-    """Binds it to what it was, mostly."""
-
-    __slots__ = ("is_odd",)
+    __slots__ = ("is_odd",)  # mostly bound to what it was
 
     def __init__(self) -> None:
         self.is_odd = False
@@ -137,9 +135,11 @@ class Keeping(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted)
 
 
-class Warming:
-    """Changes ``scale`` from its second step on."""
+class KeepingForAll(Keeping):
+    owner = type
 
+
+class Warming:
     step, scale = 0, 1.0
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
@@ -180,9 +180,7 @@ STATES = {
     "flag": program(lambda model: Flagging(), "changes is_odd"),
     "flag of another object": program(within_another, "changes is_odd"),
     "labels of a module": program(lambda model: Keeping(), "changes labels"),
-    "labels of a class": program(
-        lambda model: type("ForAll", (Keeping,), {"owner": type})(), "changes labels"
-    ),
+    "labels of a class": program(lambda model: KeepingForAll(), "changes labels"),
     "number that changes later": program(
         of(WARMING), (UNSUPPORTED, "changes scale"), sizes=(3, 3), between=WARMING.note
     ),

@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own, in the checkout."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=300,

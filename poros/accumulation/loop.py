@@ -130,7 +130,7 @@ class Samples:
     """The micro-batches of one optimizer step, on their way.
 
     Whoever takes them calls ``finish`` if not all are taken, after an error or Ctrl-C too: those
-    before have their gradients then, as one after the other.
+    before have their gradients then, as one after the other, unless Ctrl-C came as a group began.
     """
 
     def __init__(self, samples: Iterable[Any]) -> None:

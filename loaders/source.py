@@ -53,7 +53,7 @@ def find_source(
         path = _from_hub(os.fspath(source), hub or {})
     if name is None:
         _refuse_adapter(path)
-    texts = {CONFIG: read_small(path / CONFIG)}
+    texts = {CONFIG: _read_config(path, source)}
     if os.path.lexists(path / GENERATION):
         texts[GENERATION] = read_small(path / GENERATION)
     config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
@@ -76,9 +76,14 @@ def find_config(source: str | os.PathLike[str]) -> tuple[Path, dict[str, bytes]]
         path = path.parent
     if not os.path.lexists(path / CONFIG):
         _refuse_adapter(path)
+    return path, {CONFIG: _read_config(path, source)}
+
+
+def _read_config(folder: Path, source: str | os.PathLike[str]) -> bytes:
+    if not os.path.lexists(folder / CONFIG):
         what = f"expected a checkpoint with {CONFIG}, found none"
         raise defect(Path(source), what, remedy="give the folder of a checkpoint")
-    return path, {CONFIG: read_small(path / CONFIG)}
+    return read_small(folder / CONFIG)
 
 
 def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:

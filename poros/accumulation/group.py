@@ -227,9 +227,11 @@ class Group(InPlace):
             batch.code.reraise()
 
     def _require_whole(self, batch: MicroBatch, before: Spaces, parts: Sequence[int]) -> None:
-        """Raise if these parts of its code have changed what other parts read: of others, now."""
-        is_alone = batch.code.is_over or batch.reason is not None
-        name = None if is_alone else self._names.changed(before, self._names.now(), parts)
+        """Raise if these parts of its code have changed what other parts of others are to read."""
+        begun = (*self._batches, *filter(None, [self.behind]))
+        if all(each is batch or each.code.is_over for each in begun):
+            return
+        name = self._names.changed(before, self._names.now(), parts)
         if name is not None:
             raise batch.refuse(f"the loss changes {name}, which another part of it reads")
 
@@ -357,7 +359,7 @@ class Group(InPlace):
         self._turn = self._tail = batch
         self._last = batch if is_last else None
         batch.before_arrival(self._arrives)
-        names, parts = self._names.now(), [1, 2][self._head is not None :]
+        names, parts = self._names.now(), [1, 2] if self._head is None else [2]
         try:
             with self._in_place():
                 self._running = batch
@@ -376,9 +378,7 @@ class Group(InPlace):
         finally:
             self._running = self._turn = self._tail = None
         self._note_drawn(batch)
-        name = self._names.changed(names, self._names.now(), parts)
-        if name is not None and not self.is_over:
-            raise batch.refuse(f"the loss changes {name}, which another part of it reads")
+        self._require_whole(batch, names, parts)
         if batch.code.has_changed_settings or not self._outside.still_holds():
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "

@@ -72,9 +72,9 @@ def accumulate(
         run: values that pass from one part to another in attributes of its object or its class, in
         variables around it, or in objects of classes of the same file, are found out likewise.
         Poros does not see what passes elsewhere (within other objects, in context variables, in
-        files, in iterators), layers that begin to leave values in
-        their modules at a later micro-batch, edits that PyTorch does not count (through ``.data``
-        or NumPy) between micro-batches, nor gradients that were read before and kept.
+        files, in iterators), layers that begin to leave values in their modules at a later
+        micro-batch, edits that PyTorch does not count (through ``.data`` or NumPy) between
+        micro-batches, nor gradients that were read before and kept.
 
     Raises:
         TypeError: If ``loss`` is None, and a batch is no dictionary or gives the model's loss no

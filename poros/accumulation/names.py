@@ -45,6 +45,8 @@ class Names:
         """Functions and classes."""
         self._find(list(code), set(map(id, modules)))
         self.read: list[set[str]] = list(map(set, read))
+        self._wanted = set[str]().union(*read) if read else None
+        """Attributes of objects that are looked at; all, while it is seen which are read."""
         self._bound: list[set[str]] = []
         self._undo: list[Callable[[], None]] = []
         self._seen: list[Spaces] = []
@@ -112,7 +114,8 @@ class Names:
 
     def now(self) -> Spaces:
         """What they are bound to now."""
-        spaces = [*map(_attributes, self._owners), *map(_variables, self._assumed)]
+        spaces = [_attributes(each, self._wanted) for each in self._owners]
+        spaces += map(_variables, self._assumed)
         return [contents_of(each, without=_LEFT_OUT) for each in spaces]
 
     def _read_beside(self, parts: Collection[int]) -> set[str]:
@@ -157,9 +160,11 @@ def _slots(owner: Any) -> list[str]:
     return found
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
+def _attributes(owner: Any, wanted: set[str] | None = None) -> dict[str, Any]:
+    """Those of these names, or all: a data set of the user's may hold millions of rows."""
     slots = {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
-    return {**getattr(owner, "__dict__", {}), **slots}
+    found = {**getattr(owner, "__dict__", {}), **slots}
+    return found if wanted is None else {name: found[name] for name in wanted & found.keys()}
 
 
 def _stored(function: Any) -> set[str]:

@@ -264,13 +264,13 @@ class Captures:
         forms = self._forms.setdefault(call.layer.index, {})
         dense = call.layer.dense_address
         conditions, now = (kind, dense, call.conditions()), call.condition
-        for key in [k for k, old in forms.items() if old.condition.contents is not now.contents]:
-            del forms[key]  # it holds adapters that are gone
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
         if form and form.condition is not now and not now.reads_as(form.condition):
             form = None
         if form is None:
+            forms = {k: old for k, old in forms.items() if old.condition.contents is now.contents}
+            self._forms[call.layer.index] = forms  # the others hold adapters that are gone
             form = Form(kind, conditions, now, dense)
             if hold_tensors(now.contents.modules()):
                 form.refuse("a module that holds tensors beside its parameters and buffers")

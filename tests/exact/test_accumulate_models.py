@@ -133,6 +133,39 @@ def scaling(place: int) -> Any:
     return make
 
 
+class Passing:
+    """From the second step on, a value that the loss reads is changed by one of length 9.
+
+    ``before``: before it calls the model; ``alone``: and it runs alone, behind the others. Or one
+    of length 9 is running alone, has read it before it calls the model, and another one changes it.
+    """
+
+    def __init__(self, before: bool, alone: bool) -> None:
+        self.before, self.alone, self.step, self.scale = before, alone, 0, 1.0
+
+    def __call__(self, model: Model, batch: Any) -> torch.Tensor:
+        is_last = bool(self.step) and batch["input_ids"].shape[1] == 9
+        if is_last and self.before:
+            self.scale = 2.0
+        scale = self.scale
+        if is_last and self.alone:
+            assert any(each.grad is not None for each in trained(model))
+        found = own_loss(model, batch)
+        if self.step and not is_last and not self.before:
+            self.scale = 3.0
+        return found * (self.scale if self.before else scale)
+
+    def note(self, model: Model, step: int) -> None:
+        self.step, self.scale = step, 1.0
+
+
+def passing(before: bool, alone: bool) -> Training:
+    loss, end = Passing(before, alone), (UnsupportedModelError, "changes scale")
+    lengths = (12, 12, 9) if before else (12, 9)
+    sizes = (len(lengths), len(lengths))
+    return program(of(loss), end, lengths=lengths, sizes=sizes, between=loss.note)
+
+
 def using_what_goes_in(model: Model, batch: Any) -> torch.Tensor:
     """Whoever listens there would see two gradients for their sum."""
     embedded = model.get_input_embeddings()(batch["input_ids"])
@@ -179,6 +212,9 @@ AROUND = {
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),
     "a set": program(with_a_set),
+    "a value that one passes": passing(before=True, alone=False),
+    "a value that one passes that goes alone": passing(before=True, alone=True),
+    "a value that one that goes alone has read": passing(before=False, alone=True),
     "another scaling for some": program(scaling(1), CHANGED, lengths=(12, 9, 12, 12)),
     "a forward of its own for some": program(patching, CHANGED, lengths=(12,)),
     "another scaling of the first layer": program(scaling(0), CHANGED, lengths=(12, 12, 9, 12)),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 
 import poros
@@ -431,6 +432,23 @@ def test_what_is_known_of_calls_stays_known_in_other_rooms(
     assert recorder.num_recorded == 2 * 2 * 3, "each once more, at once"
     # One of each runs beside what is compared with it; none is there to be learnt from.
     assert eager[5] == eager[4] and eager[9] == eager[5] + 2 * 2 == eager[-1] - 2 * 2
+
+
+def test_what_is_recorded_of_deleted_adapters_goes() -> None:
+    model, _, recorder = recorded(few(), slots=2, self_check="off")
+    alive = []
+    for number in range(4):
+        name = f"number{number}"
+        model.add_adapter(name, LoraConfig(r=2, target_modules=["q_proj"]))
+        model.set_adapter(name)
+        for _ in range(4):
+            loss_of(model).backward()
+        model.set_adapter("default")
+        model.delete_adapter(name)
+        loss_of(model).backward()
+        gc.collect()
+        alive.append(len(recorder.tapes))
+    assert recorder.num_recorded > 4 and alive[1:] == alive[:1] * 3
 
 
 def test_a_graph_that_is_held_does_not_keep_others_from_being_recorded() -> None:

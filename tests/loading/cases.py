@@ -273,7 +273,7 @@ FILES = [
     shard("shard is a device", instead(SECOND, lambda f: f.symlink_to("/dev/zero")), "a dev"),
     settings("is a pipe", instead(CONFIG, os.mkfifo), "a pipe"),
     # Configuration and source.
-    settings("is missing", drop(CONFIG), "No such file"),
+    settings("is missing", drop(CONFIG), "with config.json, found none"),
     settings("names weights by a number", named(3), "file in this folder, found 3"),
     settings("names weights outside", named("../a.safetensors"), "found '../a.safetensors'"),
     source("no tensors", both(header({}, b""), called(ANOTHER)), "of none", ANOTHER, "."),

@@ -7,28 +7,10 @@ sees. Libraries that are known do not in their layers; so only models of these g
 
 from collections.abc import Sequence
 from itertools import repeat
-from types import FunctionType
-from typing import Any
-
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from poros.kernels.forwards import foreign_code
 from poros.stream.body import LayerBody
-
-LIBRARIES = frozenset(
-    {"accelerate", "bitsandbytes", "liger_kernel", "peft", "poros", "torch", "transformers"}
-)
-
-
-def is_of_library(code: Any) -> bool:
-    """Whether a library that is known has written a class or function, and all put around it."""
-    code = getattr(code, "func", code)  # of functools.partial
-    while code is not None:
-        where = getattr(code, "__globals__", {}).get("__name__", getattr(code, "__module__", ""))
-        if str(where).partition(".")[0] not in LIBRARIES:
-            return False
-        code = getattr(code, "__wrapped__", None)
-    return True
 
 
 class ForeignCode:
@@ -61,18 +43,4 @@ def _find(layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | No
     parents = [each for each in modules if stacked & set(map(id, each._modules.values()))]
     lists = set(map(id, parents))
     parents += [each for each in modules if lists & set(map(id, each._modules.values()))]
-    code: dict[Any, str] = {}
-    for owner in (*inside, *parents):
-        kind: Any = type(owner)
-        code |= {kind: kind.__qualname__, kind.forward: f"{kind.__qualname__}.forward"}
-        own, config = vars(owner).get("forward"), vars(owner).get("config")
-        if own is not None:
-            own = getattr(own, "__func__", own)
-            code[own if isinstance(own, FunctionType) else type(own)] = (
-                f"{kind.__qualname__}.forward"
-            )
-        name = getattr(config, "_attn_implementation", None)
-        if isinstance(name, str) and name in ALL_ATTENTION_FUNCTIONS:
-            code[ALL_ATTENTION_FUNCTIONS[name]] = f"attention {name!r}"
-    code |= {layer.own_forward: layer.own_forward.__qualname__ for layer in layers}
-    return next((name for each, name in code.items() if not is_of_library(each)), None)
+    return foreign_code((*inside, *parents))

@@ -24,8 +24,13 @@ from torch.overrides import (
     _push_mode,
 )
 
-from poros.accumulation.foreign import is_of_library
-from poros.kernels.forwards import HOOKS, PatchedForward, has_hooks, is_forward_of_liger
+from poros.kernels.forwards import (
+    HOOKS,
+    PatchedForward,
+    has_hooks,
+    is_forward_of_liger,
+    is_of_library,
+)
 from poros.stream.boundary import is_streamed
 
 _QUESTIONS = frozenset({Tensor.__bool__, Tensor.item, Tensor.tolist})

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -391,6 +392,8 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> ActiveLora
     if has_hooks(parts["base_layer"], but_ours=True):
         return "hooks on the linear module"  # which may give anything
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    if not isinstance(p, int | float | np.number):
+        return "a rate of dropout that is no number"
     of_first, of_second = first._parameters, second._parameters
     if of_first.get("bias") is not None or of_second.get("bias") is not None:
         return "a bias in the adapter"

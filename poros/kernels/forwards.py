@@ -1,21 +1,26 @@
-"""Forwards of ours that modules run instead of their own, where both come to the same.
+"""Whose code modules run; forwards of ours that they run where both come to the same.
 
-Each stands in the ``__dict__`` of its module, under the name ``forward``: the module keeps its
+Each of these stands in the ``__dict__`` of its module, under the name ``forward``: the module keeps its
 class, its parameters and its hooks, and gets its own forward back by losing the entry.
 """
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from poros.errors import PreparedModelError
 
+LIBRARIES = frozenset(
+    {"accelerate", "bitsandbytes", "liger_kernel", "peft", "poros", "torch", "transformers"}
+)
+"""Their layers compute from their arguments, tensors and attributes, and from nothing else."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_ALL = [f"_global{kind}" for kind in HOOKS]
 _OF_ALL = vars(nn.modules.module)
@@ -118,3 +123,34 @@ def is_forward_of_liger(value: object) -> bool:
     """Whether a forward that is set on a module is Liger's own, and nobody has wrapped it."""
     is_method = type(value) is MethodType
     return is_method and is_of_liger(value) and not hasattr(value, "__wrapped__")
+
+
+def is_of_library(code: Any) -> bool:
+    """Whether a library that is known has written a class or function, and all put around it."""
+    code = getattr(code, "func", code)  # of functools.partial
+    while code is not None:
+        where = getattr(code, "__globals__", {}).get("__name__", getattr(code, "__module__", ""))
+        if str(where).partition(".")[0] not in LIBRARIES:
+            return False
+        code = getattr(code, "__wrapped__", None)
+    return True
+
+
+def foreign_code(modules: Iterable[nn.Module]) -> str | None:
+    """The name of code that ``modules`` run and no known library has written; None without any."""
+    code: dict[Any, str] = {}
+    for owner in modules:
+        kind: Any = type(owner)
+        name, own, config = f"{kind.__qualname__}.forward", *map(vars(owner).get, _OF_INSTANCE)
+        code[kind] = kind.__qualname__
+        code |= {vars(each)["forward"]: name for each in kind.__mro__ if "forward" in vars(each)}
+        if own is not None:
+            own = getattr(own, "__func__", own)
+            code[own if isinstance(own, FunctionType) else type(own)] = name
+        attention = getattr(config, "_attn_implementation", None)
+        if isinstance(attention, str) and attention in ALL_ATTENTION_FUNCTIONS:
+            code[ALL_ATTENTION_FUNCTIONS[attention]] = f"attention {attention!r}"
+    return next((name for each, name in code.items() if not is_of_library(each)), None)
+
+
+_OF_INSTANCE = ("forward", "config")

@@ -66,6 +66,7 @@ class Passes(ABC):
             make_room()
         elif not stand_in.begin_pass(make_room):
             return  # its micro-batch is on its way already
+        self.context.begin_pass()
         if self.captures is not None:
             self.context.visits.end_all()
             layers, is_on = list(self.streamed_layers()), self.sizer.replays

@@ -153,8 +153,8 @@ class LayerCall(Call):
     @cached_property
     def shares_casts(self) -> bool:
         """Whether others may use casts of its adapters too."""
-        context = self.layer.context
-        return self.has_casts and (bool(context.tied_adapters) or not context.confines_autocast())
+        context, used = self.layer.context, self.condition.trained.ids
+        return self.has_casts and not context.confines_casts(self.layer.name, used)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
@@ -184,7 +184,7 @@ class LayerCall(Call):
     def obstacle(self) -> str | None:
         """Why this call is not to be replayed, as far as that can be seen before it."""
         if self.condition.has_hooks:
-            return "hooks"
+            return "hooks" if self.condition.hooks else "code of no library that is known"
         if recorded_outputs() - {RESULTS}:
             return "what layers return aside is recorded"
         if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):

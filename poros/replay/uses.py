@@ -18,8 +18,9 @@ Note: No strangers
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +216,7 @@ class Observation:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._events: list[int | Source] = []
+            self._events: list[list[int] | Source] = []
             self._arriving: set[int] = set()
 
     def _arrived(self, number: int, place: int, gradients: Sequence[object]) -> None:
@@ -225,7 +226,7 @@ class Observation:
 
     def _ran(self, numbers: Sequence[int], *_: object) -> None:
         self._begin()
-        self._events += numbers
+        self._events.append(numbers)
         self._tell()
 
     def _complete(self, source: Source, _: object) -> None:
@@ -233,19 +234,41 @@ class Observation:
         self._events.append(source)
         self._tell()
 
+    def _order(self, sources: Sequence[Source], last: Mapping[Source, int]) -> list[int] | None:
+        """Uses in the order in which their gradients are taken; None if this does not show it.
+
+        Autograd has a parameter take its gradient right behind its ``last`` use: of the parameters
+        of one node, two in the node's order, more of them in any. If one took it later, it waited
+        for the term of somebody else (of a penalty), who need not be there the next time.
+        """
+        order: list[int] = []
+        for number, each in enumerate(self._events):
+            if isinstance(each, Source):
+                order += [last[each]] if each.is_cast else []
+                continue
+            waiting = {use for use in each if sources[use] in self._handles}
+            waiting = {use for use in waiting if last[sources[use]] == use}
+            ends = {use for use in waiting if not sources[use].is_cast}
+            if len(ends) <= 2:
+                order += [use for use in each if use in ends or use not in waiting]
+                continue
+            behind = takewhile(lambda event: isinstance(event, Source), self._events[number + 1 :])
+            taken = [last[source] for source in behind if not source.is_cast]
+            if set(taken) != ends:
+                return None
+            order += [*(use for use in each if use not in waiting), *taken]
+        return order
+
     def _tell(self) -> None:
         """Say it, as soon as it is all there."""
-        events = self._events
-        if len(events) < len(self._sources) + len(self._handles) or not self._sources:
+        groups = [each for each in self._events if isinstance(each, list)]
+        num_seen = sum(map(len, groups)) + len(self._events) - len(groups)
+        if num_seen < len(self._sources) + len(self._handles) or not self._sources:
             return
-        last = {self._sources[each]: each for each in events if isinstance(each, int)}
-        order = []
-        for each in events:
-            if isinstance(each, Source):
-                order.append(last[each])
-            elif self._sources[each] not in self._handles or last[self._sources[each]] != each:
-                order.append(each)
         self._sources, sources = (), self._sources
+        order = self._order(sources, {sources[use]: use for use in chain.from_iterable(groups)})
+        if order is None:
+            return
         arriving = tuple(number in self._arriving for number in range(self._num_results))
         around = Around(arriving, Surroundings.capture(self._device))
         self._learn(Uses(sources, tuple(order), self._num_tensors), around)

@@ -16,6 +16,7 @@ from itertools import repeat
 from operator import is_not
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -27,6 +28,7 @@ from poros.stream.namespaces import CONTAINERS, content_of, is_like
 
 _SEEN = (
     *PLAIN,
+    np.generic,
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, PatchedForward),
 )
 _LEFT_OUT = frozenset(

@@ -1,16 +1,20 @@
 """What the layers of one prepared model share."""
 
 import inspect
+import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
+from poros.errors import UnsupportedModelError
 from poros.kernels.adapters import KernelStats
 from poros.kernels.dense_memory import DenseLayer
+from poros.kernels.forwards import LIBRARIES, is_of_library
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Visits
@@ -63,6 +67,8 @@ class ModelContext:
     """Gives what is called in place of layers (``poros.accumulation``), if that is still there."""
     is_confined: bool = False
     """Whether each call of a layer has an autocast region of its own."""
+    _cast_in_pass: set[int] = field(default_factory=set)
+    """Ids of adapters of which calls in this pass have casts that nobody else can use."""
     without_graph: list[Any] | None = None
     """Where replayed visits that are to be no nodes of a graph are added, if they are."""
 
@@ -79,13 +85,40 @@ class ModelContext:
         finally:
             self.is_confined, self.without_graph = False, None
 
-    def confines_autocast(self) -> bool:
-        """Whether the active region ends with the call of the model that runs now.
+    def begin_pass(self) -> None:
+        """Another call of the model begins."""
+        self._cast_in_pass.clear()
 
-        Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
+    def confines_casts(self, name: str, used: Sequence[int]) -> bool:
+        """Whether nobody else uses casts that the call of a layer now makes of its adapters.
+
+        Args:
+            name: Of the layer.
+            used: Ids of its adapters.
+
+        Raises:
+            UnsupportedModelError: If another call has used one likewise, in this call of the model.
         """
         if self.is_confined:
             return True
+        if self.tied_adapters or not self._confines_autocast():
+            return False
+        if not self._cast_in_pass.isdisjoint(used):
+            raise UnsupportedModelError(
+                f"{name}: expected adapters that no other call of a layer uses, found one that has "
+                "been shared since poros.prepare (tied, or its layer stands in the model twice). "
+                "Within an autocast region a resident run would sum its gradients in the low "
+                "precision. Call poros.restore(model), then prepare it as it is now"
+            )
+        self._cast_in_pass.update(used)
+        return True
+
+    def _confines_autocast(self) -> bool:
+        """Whether the active region ends with the call of the model that runs now.
+
+        Accelerate wraps the forward of a model in one. If code of libraries alone runs from there
+        down to the layer, nobody else uses a parameter in it.
+        """
         nesting = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         frame = inspect.currentframe() if nesting == 2 else None
@@ -96,6 +129,8 @@ class ModelContext:
                 is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
             elif name == "_call_impl" and self.is_model(frame.f_locals.get("self")):
                 return is_inside
+            elif not is_inside and not _is_known(frame):
+                return False
             frame = frame.f_back
         return False
 
@@ -109,3 +144,15 @@ class ModelContext:
         return model is not None and any(
             parameter.requires_grad for parameter in model.parameters()
         )
+
+
+def _is_known(frame: FrameType) -> bool:
+    """Whether known libraries have written what runs in it, or around the module it calls."""
+    root = str(frame.f_globals.get("__name__")).partition(".")[0]
+    module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+    hooks = (
+        []
+        if module is None
+        else [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    )
+    return (root in LIBRARIES or root in sys.stdlib_module_names) and all(map(is_of_library, hooks))

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.kernels.forwards import PatchedForward, is_forward_of_liger
+from poros.kernels.forwards import PatchedForward, foreign_code, is_forward_of_liger
 from poros.stream.adapters import Adapter, is_adapter_module, places
 from poros.stream.attributes import Attributes
 from poros.stream.marks import Marks
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
-_TRAIN = attrgetter("train")
+_TRAIN, _FORWARD = attrgetter("train"), attrgetter("forward")
 
 
 class Adapters(NamedTuple):
@@ -66,6 +66,8 @@ class LayerIndex:
         # Those that run at every module: PyTorch counts them with those of modules.
         self._hook_tables += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
+        configs = {id(each): each for module in modules if (each := vars(module).get("config"))}
+        self._configs = list(map(vars, configs.values()))
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self.attributes = Attributes(layer)
         self.places = places(layer, frozen)
@@ -75,7 +77,7 @@ class LayerIndex:
         self.of_base = [number for number, each in enumerate(self.places) if not each.users]
         self._adapters: Adapters | None = None
         self._looked_up: tuple[Any, ...] = ()
-        self._forwards: list[Any] = []
+        self._code: tuple[Any, ...] = ()
         self._has_own_code = True
 
     def is_current(self) -> bool:
@@ -110,11 +112,17 @@ class LayerIndex:
         return list(chain.from_iterable(filter(None, self._hook_tables)))
 
     def has_own_code(self) -> bool:
-        """Whether forwards that are set on modules in the layer are ours, or a known library's."""
+        """Whether all code that runs in the layer is ours, or a known library's.
+
+        Other code may read and change anything: global variables, random states of its own.
+        """
         forwards = list(map(dict.get, self._dicts, repeat("forward")))
-        if forwards != self._forwards:
-            self._forwards = forwards
-            self._has_own_code = all(
+        kinds = list(map(type, self._inner))
+        attention = list(map(dict.get, self._configs, repeat("_attn_implementation_internal")))
+        now = forwards, kinds, list(map(_FORWARD, kinds)), attention
+        if now != self._code:
+            self._code = now
+            self._has_own_code = foreign_code(self.modules()) is None and all(
                 each is None or isinstance(each, PatchedForward) or is_forward_of_liger(each)
                 for each in forwards
             )

@@ -103,9 +103,9 @@ def load(
             fields of the configuration. Arguments that cannot be honoured are refused.
 
     Returns:
-        The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
-        store has the name (``name_or_path``) of the checkpoint which that was made from, so that
-        adapters name a base that PEFT, vLLM and ``poros merge`` can open.
+        The model in evaluation mode, as ``from_pretrained`` returns it. Its name (``name_or_path``)
+        is the absolute path of the checkpoint, of a store's too, or its name on the hub, so that
+        adapters name a base that PEFT, vLLM and ``poros merge`` can open from any folder.
 
     Exactness:
         Every byte of every tensor equals that of ``from_pretrained`` with the same options and a
@@ -152,7 +152,7 @@ def load(
             return loader.into_memory()
         place = loader.into_store(store)
         model = _open(store, budget, options)
-    model.name_or_path = model.config.name_or_path = os.fspath(source)
+    model.name_or_path = model.config.name_or_path = place.source
     made = origin_of(model) or place  # the bytes are those of the store, wherever it was made
     put_origin(model, replace(made, source=place.source, revision=place.revision))
     return model
@@ -189,7 +189,7 @@ class _CheckpointLoader:
             origin = self._origin(checkpoint)
         store = slab_writer.store
         store.fallbacks += slab_writer.fallbacks
-        model.name_or_path = model.config.name_or_path = os.fspath(self._source)
+        model.name_or_path = model.config.name_or_path = origin.source
         put_origin(model, origin)
         attach_store(model, store)
         return model

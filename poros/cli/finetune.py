@@ -12,6 +12,7 @@ import typer
 
 from poros.cli.merge import merge_with_bar
 from poros.cli.shared import field_and_value, readable_errors
+from poros.errors import RecipeError
 from poros.recipes.recipe import Recipe, named, settings
 from poros.recipes.values import shown
 
@@ -64,7 +65,10 @@ def finetune(
             typer.echo(recipe.as_yaml(), nl=False)
             return
         require_packages()
-        _run(recipe, is_dry=dry_run, num_shown=show or 0)
+        try:
+            _run(recipe, is_dry=dry_run, num_shown=show or 0)
+        except RecipeError as error:
+            raise RecipeError(draft.placed(str(error))) from error
 
 
 def known_option(name: str) -> str:

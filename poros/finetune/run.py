@@ -33,7 +33,12 @@ from poros.finetune.trainers import Stopping, few_updates, make_arguments, make_
 from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
-from poros.loaders.settings import configuration, model_class_of, stored_quantization
+from poros.loaders.settings import (
+    configuration,
+    model_class_of,
+    refuse_classifier,
+    stored_quantization,
+)
 from poros.loaders.source import find_config
 from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
 from poros.model.inspect import find_layers
@@ -191,6 +196,11 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     stored_quantization(path, config)  # raises if Poros cannot read it
     if recipe.training.method == "reward":
         model_class_of(config, REWARD_CLASS)  # raises if there is none
+    else:
+        try:
+            refuse_classifier(config, path)
+        except UnsupportedModelError as error:
+            raise RecipeError(f"model.source: {error}") from error
     try:
         base = meta_model(config, None, DTYPES[chosen.dtype])
     except UnsupportedModelError as error:

@@ -2,14 +2,17 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet as parquet_files
+from transformers import AutoModelForCausalLM
 
 from poros.cli.shared import BAD_INPUT
 from tests.command import poros_command, run_apart
+from tests.damage import Damage, field
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -172,6 +175,22 @@ METHODS = {"number for a label": "kto", "text for a label": "kto", "empty prompt
 """Of rows that are not for sft."""
 
 
+# Of a checkpoint of two shards: damage to one of its files; what is appended to a good recipe; the
+# place, what is said, and the remedy.
+NOTHING: Damage = Path.exists
+CHECKPOINTS: dict[str, tuple[str, Damage, str, str, str, str]] = {
+    "classifier": (
+        "config.json", field("architectures", to=["Qwen2ForSequenceClassification"]), "",
+        "recipe.yaml:1:", "expected a language model", "--method reward",
+    ),
+    "library that names a setting": (
+        "config.json", NOTHING,
+        "training:\n  lr_scheduler_type: linear\n  lr_scheduler_kwargs: {power: 2}\n",
+        "recipe.yaml:3:", "'power'", "change one of them",
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with something that looks like a model, and good rows."""
@@ -213,6 +232,19 @@ def test_a_bad_recipe(case: str, place: Path) -> None:
     text, line, what, remedy = RECIPES[case]
     (place / "recipe.yaml").write_text(START + text)
     assert_said(refused(place, "recipe.yaml"), f"recipe.yaml:{line}:", what, remedy)
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_bad_checkpoint(case: str, model: Path, place: Path) -> None:
+    file, damage, text, where, what, remedy = CHECKPOINTS[case]
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    shutil.copytree(model, place / "model", dirs_exist_ok=True)
+    (place / "model/model.safetensors").unlink()
+    whole.save_pretrained(place / "model", max_shard_size="100KB")
+    damage(place / "model" / file)
+    (place / "recipe.yaml").write_text(START + text)
+    for options in ((), ("--dry-run",)):
+        assert_said(refused(place, "recipe.yaml", *options), where, what, remedy, None)
 
 
 def joined(lines: list[str | bytes]) -> bytes:

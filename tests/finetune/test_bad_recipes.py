@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from poros.cli.shared import BAD_INPUT
 from tests.command import poros_command, run_apart
-from tests.damage import Damage, field
+from tests.damage import Damage, cut, field
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -182,6 +182,14 @@ CHECKPOINTS: dict[str, tuple[str, Damage, str, str, str, str]] = {
     "classifier": (
         "config.json", field("architectures", to=["Qwen2ForSequenceClassification"]), "",
         "recipe.yaml:1:", "expected a language model", "--method reward",
+    ),
+    "shard that is not there": (
+        "model-00002-of-00004.safetensors", Path.unlink, "",
+        "model/model-00002-of-00004.safetensors:", "No such file", "fetch it again",
+    ),
+    "shard that is cut off": (
+        "model-00002-of-00004.safetensors", cut, "",
+        "model/model-00002-of-00004.safetensors:", "expected a safetensors", "fetch it again",
     ),
     "library that names a setting": (
         "config.json", NOTHING,

@@ -99,6 +99,17 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "metric that nothing computes": (
         "training:\n  metric_for_best_model: f1\n", 4, "'loss' or 'eval_loss'", "leave it out",
     ),
+    "metric that DPO does not have": (
+        "training:\n  method: dpo\n  metric_for_best_model: wrong\n",
+        5, "'rewards/accuracies'", "leave it out",
+    ),
+    "metric that KTO does not have": (
+        "training:\n  method: kto\n  metric_for_best_model: eval_wrong\n", 5, "'kl'", "leave it out",
+    ),
+    "metric that reward does not have": (
+        "training:\n  method: reward\n  metric_for_best_model: wrong\n",
+        5, "'margin'", "leave it out",
+    ),
     "merged into the run": (
         "output:\n  folder: a\n  merged: a/adapter\n", 5, "writes other files", "another folder",
     ),
@@ -275,6 +286,7 @@ ASK_LIBRARIES = {
     *("field of PEFT, misspelt", "adapter that edits the base", "optimizer without a schedule"),
     *("rank of no columns", "alpha in words", "beta of 1", "no rows to prefetch"),
     *("processes that stay, of none", "metric that nothing computes"),
+    *(f"metric that {method} does not have" for method in ("DPO", "KTO", "reward")),
 }
 
 

@@ -104,7 +104,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
         5, "'rewards/accuracies'", "leave it out",
     ),
     "metric that KTO does not have": (
-        "training:\n  method: kto\n  metric_for_best_model: eval_wrong\n", 5, "'kl'", "leave it out",
+        "training:\n  method: kto\n  metric_for_best_model: eval_wrong\n", 5, "'kl'", "leave it",
     ),
     "metric that reward does not have": (
         "training:\n  method: reward\n  metric_for_best_model: wrong\n",

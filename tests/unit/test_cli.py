@@ -248,6 +248,12 @@ PLANS: dict[str, tuple[list[str], int, str, Callable[[Any], bool]]] = {
         "but not the host memory",
         lambda found: found["fits"] is False,
     ),
+    "rows that are too long": (
+        ["--batch", "1", "--seq", "200", "--vram", "1500kB"],
+        1,
+        r"each change alone: --seq (\d+) .*longest rows that fit, in tokens \1 ",
+        lambda found: f"--seq {found['longest_seq_len']}" in found["advice"],
+    ),
     "no length": (
         ["--vram", "1GiB", "--batch", "2"],
         0,

@@ -167,6 +167,18 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
         [json.dumps(CHAT).replace('"a"', '[{"type": "image"}, {"type": "text", "text": "a"}]')],
         1, "messages: expected the path of each", "beside the messages",
     ),
+    "images of a row in two places": (
+        [json.dumps({**CHAT, "images": ["a.png"]}).replace(
+            '"a"', '[{"type": "image", "image": "b.png"}]', 1
+        )],
+        1, "images: expected the path of each image in one place", "remove those of one",
+    ),
+    "images beside a text": (
+        ['{"text": "a", "images": ["a.png"]}'], 1, "images: expected rows of messages", "remove it",
+    ),
+    "image beside messages": (
+        [json.dumps({**CHAT, "image": "a.png"})], 1, "image: expected rows of", '"images": [',
+    ),
     "text for images": ([json.dumps({**CHAT, "images": ""})], 1, "a list of paths", "write it"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
     "text for a label": (

@@ -76,6 +76,9 @@ WRONG: list[tuple[str, str]] = [
     ("finetune gone.yaml", "gone.yaml: expected a file"),
     ("finetune base rows.jsonl --rank x", "--rank: expected"),
     ("finetune base rows.jsonl --learning-rate 1", "expected --lr, found --learning-rate"),
+    ("finetune base rows.jsonl --dpo --method sft", "training.method: expected one value, found"),
+    ("finetune base rows.jsonl --set data.source=a", "data.source: expected one value, found 'a'"),
+    ("finetune base rows.jsonl --adapter lora --set adapter.use_dora=true", "one value, found 'tr"),
     ("finetune base rows.jsonl --use-dora", "expected --set adapter.use_dora=VALUE, found"),
 ]
 

@@ -167,5 +167,5 @@ def _particular(name: str, method: str) -> Any:
         return readable(list[Literal[_LOSSES]])  # type: ignore[valid-type]
     if name == "metric_for_best_model":
         names = ("loss", *_METRICS.get(method, "").split())
-        return Literal[(*names, *(f"eval_{each}" for each in names))]  # type: ignore[valid-type]
+        return Literal[(*names, *(f"eval_{each}" for each in names))]
     return _NARROWER.get(name)

@@ -71,7 +71,7 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             raise RecipeError(
                 f"adapter.{key}: expected names of modules of the model, found "
                 f"{quoted(', '.join(missing))}, which match none; of linear layers there are "
-                f"{', '.join(there)}"
+                f"{', '.join(there)}{' (--target-modules)' * (key == 'target_modules')}"
             )
     try:
         with warnings.catch_warnings():

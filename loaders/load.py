@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.config import parse_num_bytes
-from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.errors import PolicyError, StoreWriteError, quoted
 from poros.host.disk import DiskStore
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attach_store
@@ -19,7 +18,7 @@ from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.build import ONE_AT_A_TIME, fill, quiet
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import defect, shown
+from poros.loaders.header import defect
 from poros.loaders.options import (
     UNSET,
     LoadOptions,
@@ -35,6 +34,7 @@ from poros.loaders.settings import (
     configuration,
     generation_settings,
     model_class_of,
+    refuse_classifier,
     stored_quantization,
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from transformers import (
         BitsAndBytesConfig,
         GenerationConfig,
-        PreTrainedConfig,
         PreTrainedModel,
     )
 
@@ -103,9 +102,9 @@ def load(
             fields of the configuration. Arguments that cannot be honoured are refused.
 
     Returns:
-        The model in evaluation mode, as ``from_pretrained`` returns it. One that was opened from a
-        store has the name (``name_or_path``) of the checkpoint which that was made from, so that
-        adapters name a base that PEFT, vLLM and ``poros merge`` can open.
+        The model in evaluation mode, as ``from_pretrained`` returns it. Its name (``name_or_path``)
+        is the absolute path of the checkpoint, of a store's too, or its name on the hub, so that
+        adapters name a base that PEFT, vLLM and ``poros merge`` can open from any folder.
 
     Exactness:
         Every byte of every tensor equals that of ``from_pretrained`` with the same options and a
@@ -152,22 +151,10 @@ def load(
             return loader.into_memory()
         place = loader.into_store(store)
         model = _open(store, budget, options)
-    model.name_or_path = model.config.name_or_path = os.fspath(source)
+    model.name_or_path = model.config.name_or_path = place.source
     made = origin_of(model) or place  # the bytes are those of the store, wherever it was made
     put_origin(model, replace(made, source=place.source, revision=place.revision))
     return model
-
-
-def _refuse_classifier(config: "PreTrainedConfig", options: LoadOptions, path: Path) -> None:
-    """Refuse to drop the head of a classifier without a word."""
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if options.auto_class is None and known and known.__name__ in (config.architectures or ()):
-        raise UnsupportedModelError(
-            f"{shown(path / CONFIG)}: expected a language model, found architectures of "
-            f"{known.__name__}; pass auto_class=AutoModelForSequenceClassification"
-        )
 
 
 class _CheckpointLoader:
@@ -189,7 +176,7 @@ class _CheckpointLoader:
             origin = self._origin(checkpoint)
         store = slab_writer.store
         store.fallbacks += slab_writer.fallbacks
-        model.name_or_path = model.config.name_or_path = os.fspath(self._source)
+        model.name_or_path = model.config.name_or_path = origin.source
         put_origin(model, origin)
         attach_store(model, store)
         return model
@@ -272,7 +259,8 @@ class _CheckpointLoader:
         options, path, texts = self._options, checkpoint.path, checkpoint.texts
         config = configuration(path, texts, options.fields)
         stored = stored_quantization(path, config)
-        _refuse_classifier(config, options, path)
+        if options.auto_class is None:
+            refuse_classifier(config, path)
         model_class, config = model_class_of(config, options.auto_class)
         require_language_model(model_class.__name__, config)
         if options.dtype == "auto":

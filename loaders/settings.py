@@ -187,6 +187,19 @@ def model_class_of(config: Any, auto_class: str | None = None) -> tuple[Any, Any
     return chosen, config
 
 
+def refuse_classifier(config: "PreTrainedConfig", path: Path) -> None:
+    """Refuse to drop the head of a classifier without a word, by UnsupportedModelError."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if known and known.__name__ in (config.architectures or ()):
+        raise UnsupportedModelError(
+            f"{shown(path / CONFIG)}: expected a language model, found architectures of "
+            f"{known.__name__}; pass auto_class=AutoModelForSequenceClassification to poros.load, "
+            "or train it by `poros finetune` with method reward (--method reward)"
+        )
+
+
 def refuse_code(error: BaseException, source: str) -> None:
     """Raise if transformers would have to run code that came with the files.
 

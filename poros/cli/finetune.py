@@ -12,6 +12,7 @@ import typer
 
 from poros.cli.merge import merge_with_bar
 from poros.cli.shared import field_and_value, readable_errors
+from poros.errors import RecipeError, quoted
 from poros.recipes.recipe import Recipe, named, settings
 from poros.recipes.values import shown
 
@@ -44,19 +45,24 @@ def finetune(
     from poros.recipes.checks import checked, require_packages
     from poros.recipes.reading import read_recipe
 
-    flags = dict(field_and_value(each) for each in set or ())
     file = None
     if model is not None and model.endswith(_RECIPES):
         file, model = Path(model), None
-    flags |= {
-        name.replace("__", "."): str(value).lower() if isinstance(value, bool) else value
+    asked = [field_and_value(each) for each in set or ()]
+    asked += [
+        (name.replace("__", "."), str(value).lower() if isinstance(value, bool) else value)
         for name, value in {**given, "model__source": model, "data__source": data}.items()
         if value is not None
-    }
+    ]
     if dpo:
-        flags["training.method"] = "dpo"
+        asked.append(("training.method", "dpo"))
     if adapter is not None:
-        flags |= {f"adapter.use_{each}": str(each == adapter).lower() for each in ADAPTERS[1:]}
+        asked += [(f"adapter.use_{each}", str(each == adapter).lower()) for each in ADAPTERS[1:]]
+    flags: dict[str, str] = {}
+    for key, value in asked:
+        if flags.setdefault(key, value) != value:
+            found = f"{quoted(flags[key], limit=60)} and {quoted(value, limit=60)}"
+            raise typer.BadParameter(f"{key}: expected one value, found {found}; remove one")
     with readable_errors(_OPTIONS):
         draft = read_recipe(file, flags)
         recipe = checked(draft, is_read=print_recipe or dry_run or show is not None)
@@ -64,7 +70,10 @@ def finetune(
             typer.echo(recipe.as_yaml(), nl=False)
             return
         require_packages()
-        _run(recipe, is_dry=dry_run, num_shown=show or 0)
+        try:
+            _run(recipe, is_dry=dry_run, num_shown=show or 0)
+        except RecipeError as error:
+            raise RecipeError(draft.placed(str(error))) from error
 
 
 def known_option(name: str) -> str:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from poros.cli.shared import NOT_HELD, DtypeName, dtype_named, field_and_value, readable_errors
+from poros.cli.shared import (
+    NOT_HELD,
+    DtypeName,
+    dtype_named,
+    field_and_value,
+    readable_errors,
+    with_options,
+)
 from poros.config import parse_num_bytes
 from poros.loaders.names import require_source
 from poros.planning.cards import Card, card_of, find_card
@@ -127,6 +134,7 @@ def plan(
             request = request.override(seq_len=min(tokens, planner.max_seq_len or tokens))
         request, place = _place(request, chosen)
         report = fit_report(planner, request, place, host_num_bytes or host_memory())
+        report["advice"] = with_options(report["advice"], _OPTIONS)
     if request.seq_len < tokens:
         typer.echo(f"rows of {request.seq_len} tokens, the model's positions (--seq)", err=True)
     if as_json:

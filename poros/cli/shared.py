@@ -33,12 +33,18 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
         field, colon, rest = str(error).partition(":")
         option = (options or {}).get(field)
         text = f"{field} ({option}):{rest}" if option else f"{field}{colon}{rest}"
-        for name, flag in (options or {}).items():
-            text = re.sub(rf"\b{name}=(?=\d)", f"{flag} ", text)
+        text = with_options(text, options or {})
         # Paths from users and messages of systems and libraries may contain any characters.
         lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
+
+
+def with_options(text: str, options: Mapping[str, str]) -> str:
+    """Write the values of fields in a text as options: "seq_len=256" as "--max-length 256"."""
+    for name, flag in options.items():
+        text = re.sub(rf"\b{name}=(?=\d)", f"{flag} ", text)
+    return text
 
 
 def quieten_libraries() -> None:

@@ -1,5 +1,6 @@
 """Builds the PEFT configuration of a recipe."""
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +53,13 @@ def require_targets(recipe: Recipe, base: Any) -> None:
     """
     config: Any = adapter_config(recipe)
     targets = set() if isinstance(config.target_modules, str) else {*config.target_modules}
-    copied = {*recipe.adapter.more.get("modules_to_save", ())}
+    more = recipe.adapter.more
     names = [f".{name}" for name, _ in base.named_modules()]
     linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     for key, wanted, before in (
         ("target_modules", targets, "."),
-        ("modules_to_save", copied, ""),  # PEFT takes the end of a name for it
+        ("exclude_modules", {*(more.get("exclude_modules") or ())}, "."),
+        ("modules_to_save", {*more.get("modules_to_save", ())}, ""),  # the end of a name will do
     ):
         missing = [
             each
@@ -69,10 +71,17 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             raise RecipeError(
                 f"adapter.{key}: expected names of modules of the model, found "
                 f"{quoted(', '.join(missing))}, which match none; of linear layers there are "
-                f"{', '.join(there)} (--target-modules)"
+                f"{', '.join(there)}{' (--target-modules)' * (key == 'target_modules')}"
             )
     try:
-        with_adapters(base, {"default": config})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*(did not match any|no parameter was matched)")
+            with_adapters(base, {"default": config})
+    except Warning as warning:  # of PEFT, about patterns and parameters
+        raise RecipeError(
+            f"adapter: expected names of modules that get an adapter, found none of that name: "
+            f"{quoted(str(warning), is_bare=True)}; mend or remove them"
+        ) from warning
     except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
         raise RecipeError(
             f"adapter.target_modules: expected modules that get such an adapter, "

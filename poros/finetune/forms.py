@@ -149,11 +149,7 @@ def problems(row: Mapping[str, Any], found: Form | str, form: Form | None) -> It
         is_left_out = value is None or (value == "" and key not in ("prompt", "images"))
         if key in found.format.keys or not is_left_out:
             yield from _value_problems(key, row[key], found)
-    if found.format.keys == ("messages",) and not row.get("images") and _has_bare_image(row):
-        yield (
-            'messages: expected the path of each {"type": "image"}, found none; write it there, '
-            'or "images": ["FILE"] beside the messages'
-        )
+    yield from _problems_with_images(row, found)
     label = row.get("label")
     is_mark = isinstance(label, bool) or found.name in ("completions", "messages")
     if label is not None and is_mark and found.name != "labelled":
@@ -199,13 +195,32 @@ def _images_in(messages: list[dict[str, Any]]) -> Iterator[str]:
                 yield path
 
 
-def _has_bare_image(row: Mapping[str, Any]) -> bool:
-    """Whether no image of a row has a path, though there are places for some."""
-    messages = row["messages"] if isinstance(row["messages"], list) else []
+def _problems_with_images(row: Mapping[str, Any], found: Form) -> Iterator[str]:
+    """List images that would not be read, and places of images without one."""
+    given = [key for key in ("image", "images") if row.get(key)]
+    unread = [key for key in given if key not in found.format.others]
+    if unread:
+        yield (
+            f'{unread[0]}: expected rows of messages with "images": ["FILE"] beside them, found '
+            f"it beside {said(found)}; write it so, or remove it"
+        )
+    messages = row[found.format.keys[0]] if found.name == "messages" else []
+    messages = messages if isinstance(messages, list) else []  # which is a problem of its own
     contents = [each.get("content") for each in messages if isinstance(each, dict)]
     parts = [part for each in contents if isinstance(each, list) for part in each]
     places = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
-    return bool(places) and not any(part.get("image") or part.get("path") for part in places)
+    if any(part.get("image") or part.get("path") for part in places):
+        given.append("messages")
+    if len(given) > 1 and not unread:
+        yield (
+            f"images: expected the path of each image in one place, found some in "
+            f"{' and in '.join(given)}; remove those of one"
+        )
+    if places and not given and found.format.keys == ("messages",):
+        yield (
+            'messages: expected the path of each {"type": "image"}, found none; write it there, '
+            'or "images": ["FILE"] beside the messages'
+        )
 
 
 def _plain_message(message: Mapping[str, Any], *, has_marks: bool) -> dict[str, Any]:

@@ -33,8 +33,15 @@ from poros.finetune.trainers import Stopping, few_updates, make_arguments, make_
 from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
-from poros.loaders.settings import configuration, model_class_of, stored_quantization
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.settings import (
+    configuration,
+    model_class_of,
+    refuse_classifier,
+    stored_quantization,
+)
 from poros.loaders.source import find_config
+from poros.loaders.store import is_store, open_store
 from poros.loaders.tokenizer import require_known_tokens, tokenizer_errors
 from poros.model.inspect import find_layers
 from poros.planning.meta_model import meta_model
@@ -102,6 +109,10 @@ def finetune(
     processor = load_processor(recipe) if has_images else None
     tokenizer = load_tokenizer(recipe, train.form, processor)
     images = None if processor is None else image_collator(processor, recipe)
+    source = Path(recipe.model.source).expanduser()
+    if source.exists():  # else it is on the hub, and fetched when it is loaded
+        with open_store(source) if is_store(source) else Checkpoint.open(source):
+            pass  # all files are there, and their headers right, before rows become tokens
     rows = {
         name: each.settled(has_template=bool(tokenizer.chat_template))
         for name, each in {TOKENS: train, HELD_OUT: validation}.items()
@@ -191,6 +202,11 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     stored_quantization(path, config)  # raises if Poros cannot read it
     if recipe.training.method == "reward":
         model_class_of(config, REWARD_CLASS)  # raises if there is none
+    else:
+        try:
+            refuse_classifier(config, path)
+        except UnsupportedModelError as error:
+            raise RecipeError(f"model.source: {error}") from error
     try:
         base = meta_model(config, None, DTYPES[chosen.dtype])
     except UnsupportedModelError as error:

@@ -118,7 +118,8 @@ def show(
         ("data", _data_line(recipe, size, tokens)),
         (
             "training",
-            f"{training.method}, {size.num_steps} steps of {per_step} rows, {training.optim}, "
+            f"{training.method}, {formatting.counted(size.num_steps, 'step')} of "
+            f"{formatting.counted(per_step, 'row')}, {training.optim}, "
             f"learning rate {training.learning_rate:g}",
         ),
         ("kernels", kernels),
@@ -190,7 +191,8 @@ def _text(
 def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
     share = 100 * tokens.num_learnt / max(1, tokens.num_tokens)
     num_rows, num_tokens = len(tokens.lengths), tokens.num_tokens
-    parts = [f"{num_rows:,} rows, {num_tokens:,} tokens, {share:.0f} % of them trained on"]
+    counts = f"{formatting.counted(num_rows, 'row')}, {formatting.counted(num_tokens, 'token')}"
+    parts = [f"{counts}, {share:.0f} % of them trained on"]
     training = recipe.training
     if recipe.is_packed:
         parts.append(f"packed into rows of {size.row_length}, {size.num_rows:,} in all")
@@ -217,7 +219,7 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
         fits = f"fits: {needs} of {formatting.size(plan.vram_budget)}{whose}"
     blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
     if plan.keep_last:
-        blocks += f", {plan.keep_last} layers are not recomputed"
+        blocks += f", {formatting.counted(plan.keep_last, 'layer')} not recomputed"
     kept = recipe.model.host_budget or formatting.size(plan.host_num_bytes)
     time = "known after the first steps"
     if plan.step_ms is not None:

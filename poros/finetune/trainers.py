@@ -44,6 +44,7 @@ from poros.kernels import packed_attention
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of, refusals
 from poros.recipes.recipe import Recipe
+from poros.utils.formatting import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -405,7 +406,7 @@ def few_updates(recipe: Recipe, steps: int) -> list[str]:
         notes.append(f"{few}; a smaller --accumulation or more --epochs give more")
     warmup = num_warmup_steps(recipe, steps)
     if warmup >= steps:
-        within = f"all {steps} steps are within the warm-up of {warmup}"
+        within = f"{counted(steps, 'step')} in all, within the warm-up of {warmup}"
         notes.append(f"{within}: the learning rate does not reach its peak (--warmup)")
     return notes
 

@@ -1,5 +1,6 @@
 """Merges an adapter into the base module by module, on a model without memory."""
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ class Adapter:
         config, used_twice = saved.config, model.all_tied_weights_keys
         of_base = {id(each) for each in (*model.parameters(), *model.buffers())}
         _require_base_as_it_is(config)
+        saved.require_family(model)
         with saved.fitting():
             with torch.device("meta"):
                 adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
@@ -45,7 +47,9 @@ class Adapter:
                 raise _refused("a kind that can be merged into weights", _kind(adapted))
             # Not by from_pretrained, which brings adapters to where the base is: nowhere.
             _give_memory(adapted, of_base)
-            saved.fill(adapted)
+            with warnings.catch_warnings():  # trained tensors of the base have no memory to go to
+                warnings.filterwarnings("ignore", ".*which is a no-op")
+                saved.fill(adapted)
         self._saved = _trained_of_base(adapted, saved.weights)
         if getattr(config, "bias", "none") != "none" and not self._saved:
             raise _refused("the biases that were trained in its file", "none")

@@ -91,12 +91,28 @@ class SavedAdapter:
         """
         from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
 
+        self.require_family(model)
         kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(self.config.task_type, PeftModel)
         self.config.inference_mode = True
         with self.fitting():
             adapted = kind(model, self.config)
             self.fill(adapted)
         return adapted.eval()
+
+    def require_family(self, model: Any) -> None:
+        """Refuse a model of another family than the adapter was trained on, if that is noted.
+
+        Raises:
+            UnsupportedModelError: If it is another, whose shapes may be equal.
+        """
+        noted = self.config.auto_mapping
+        module = str(noted.get("parent_library") if isinstance(noted, dict) else None).split(".")
+        found = type(model).__module__.split(".")
+        if module[:2] == found[:2] == ["transformers", "models"] and module[2:3] != found[2:3]:
+            raise UnsupportedModelError(
+                f"adapter: expected a base of the family {quoted(module[2], is_bare=True)}, on "
+                f"which it was trained, found {found[2]}; name its own base with --base"
+            )
 
     @contextmanager
     def fitting(self) -> Iterator[None]:

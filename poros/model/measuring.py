@@ -46,7 +46,7 @@ from poros.model.sizing import (
     with_shape,
 )
 from poros.utils.devices import free_budget
-from poros.utils.formatting import size
+from poros.utils.formatting import counted, size
 
 logger = logging.getLogger(__name__)
 
@@ -418,5 +418,5 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 def _words(room: ResidencyPlan) -> str:
     inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
-    kept = f", {room.keep_last} layers are not recomputed" if room.keep_last else ""
+    kept = f", {counted(room.keep_last, 'layer')} not recomputed" if room.keep_last else ""
     return f"{room.num_slots} blocks on the device at a time{kept}{inputs}"

@@ -73,15 +73,20 @@ def origin_of(model: nn.Module) -> Origin | None:
 def naming_source(model: Any) -> Iterator[None]:
     """Make PEFT name the source checkpoint while it saves in the body, and not a store.
 
-    PEFT's model card takes the name from the configuration, which names the store. The revision is
-    written into the adapters' configurations, where there is none, and stays there.
+    PEFT's model card takes the name from the configuration, which names the store. The revision
+    and the model's class are written into the adapters' configurations, where there are none, and
+    stay there; by the class another base is known.
     """
     origin = origin_of(model)
     if origin is None:
         yield
         return
     base = base_of(model)
+    kind = type(base)
     for each in model.peft_config.values():
+        if each.auto_mapping is None:
+            found = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+            each.auto_mapping = found
         if each.revision is None and each.base_model_name_or_path == origin.source:
             each.revision = origin.revision
     name, base.config.name_or_path = base.config.name_or_path, base.name_or_path

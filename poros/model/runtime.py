@@ -32,7 +32,7 @@ from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Binding, LayerBindings
 from poros.streams import StreamContext, gb_per_s
-from poros.utils.formatting import size
+from poros.utils.formatting import counted, size
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
@@ -354,7 +354,7 @@ class Runtime(Passes):
         """Describe in a few lines where the blocks are, what happened and what was checked."""
         model, stats, room = self._model(), self.stats(), self.room
         name = "a model that is gone" if model is None else type(model).__name__
-        kept = f", {room.keep_last} layers are not recomputed" if room.keep_last else ""
+        kept = f", {counted(room.keep_last, 'layer')} not recomputed" if room.keep_last else ""
         inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
         locked = "page-locked" if stats["pinned_num_bytes"] else "pageable"
         number = self.num_blocks if self.num_slots == 0 else room.num_slots

@@ -47,6 +47,7 @@ from poros.host.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds, optimizer_cost
 from poros.replay.graphs import MOST_FLOP
 from poros.slots.schedule import divide
+from poros.utils.formatting import size
 
 _COMING_AND_GOING = ("gradients", "boundaries", "kept graphs", "workspace")
 """Terms of which only the moment with the largest sum counts."""
@@ -175,7 +176,7 @@ class MemoryPlan:
 
     def table(self) -> str:
         """Format the terms that are not zero, a line each, for errors."""
-        rows = (f"  {name:<12} {size / 1e9:8.3f} GB" for name, size in self.terms.items() if size)
+        rows = (f"  {name:<12} {size(each):>11}" for name, each in self.terms.items() if each)
         return "\n".join(rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -480,7 +481,7 @@ def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
 def _does_not_fit(plan: MemoryPlan, budget: int) -> str:
     offloaded = ", boundaries in host memory" if plan.offload_boundaries else ""
     return (
-        f"vram_budget: expected at least {plan.total_num_bytes / 2**30:.2f} GiB, the floor for "
-        f"{plan.num_slots} slots{offloaded}, found {budget / 2**30:.2f} GiB; "
-        f"{(plan.total_num_bytes - budget) / 1e9:.2f} GB are missing:\n{plan.table()}"
+        f"vram_budget: expected at least {size(plan.total_num_bytes)}, the floor for "
+        f"{plan.num_slots} slots{offloaded}, found {size(budget)}; "
+        f"{size(plan.total_num_bytes - budget)} are missing:\n{plan.table()}"
     )

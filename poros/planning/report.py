@@ -14,7 +14,7 @@ from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner, format_remedies
 from poros.planning.request import PlanRequest, Speeds
-from poros.utils.formatting import size, two_digits
+from poros.utils.formatting import counted, size, two_digits
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -71,7 +71,8 @@ def fit_report(
         Plain values, as ``poros plan --json`` prints them. If the step does not fit, those of the
         plan are of the one that needs the least memory. ``resident`` is a run with everything on
         the device and every graph kept, ``checkpointed`` one that recomputes every layer.
-        ``longest_seq_len`` is None without a budget, 0 if no rows fit; rows have to fit host memory
+        ``longest_seq_len`` is None without a budget, 0 if no rows fit, a multiple of
+        ``LENGTH_STEP`` if the step fits; rows have to fit host memory
         too, unless the base alone does not.
 
     Raises:
@@ -105,7 +106,9 @@ def fit_report(
         "times_checkpointed": times(checkpointed),
         "resident_num_bytes": resident.total_num_bytes,
         "ram_num_bytes": ram,
-        "longest_seq_len": None if request.budget is None else _longest(planner, request, ram),
+        "longest_seq_len": None
+        if request.budget is None
+        else _longest(planner, request, ram, is_exact=found is None),
         "max_seq_len": planner.max_seq_len,
         "model_type": planner.model_type,
         "registry": {
@@ -138,7 +141,7 @@ def _verdict(values: Mapping[str, Any], title: str) -> str:
     kept = values["keep_last"]
     parts = [
         f"{values['num_slots']} of {values['num_blocks']} blocks stay on the card",
-        f"{kept} layers are not recomputed" if kept else "",
+        f"{counted(kept, 'layer')} not recomputed" if kept else "",
         f"{size(values['host_num_bytes'])} of host memory{host}",
     ]
     if values["tokens_per_s"] is not None:
@@ -212,8 +215,12 @@ def _together(planner: Planner, request: PlanRequest, found: MemoryPlan) -> Memo
     return best if is_worth_it else None
 
 
-def _longest(planner: Planner, request: PlanRequest, ram: int | None) -> int:
-    """Find the longest rows that fit: a multiple of ``LENGTH_STEP``, or all positions; or 0."""
+def _longest(planner: Planner, request: PlanRequest, ram: int | None, *, is_exact: bool) -> int:
+    """Find the longest rows that fit: all positions, a multiple of ``LENGTH_STEP``, or 0.
+
+    Args:
+        is_exact: Find the number itself, as the advice about a step that does not fit has it.
+    """
     # If the base alone does not fit the host, part of it is on a disk, and the host is no limit.
     if not _holds(ram, planner.least(request.override(offload_boundaries=False))):
         ram = None
@@ -226,7 +233,9 @@ def _longest(planner: Planner, request: PlanRequest, ram: int | None) -> int:
     if fits(limit):
         return limit
     steps = range(LENGTH_STEP, limit, LENGTH_STEP)
-    return LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length))
+    longest = LENGTH_STEP * bisect_left(steps, True, key=lambda length: not fits(length))
+    rest = range(longest + 1, longest + LENGTH_STEP if is_exact else longest)
+    return longest + bisect_left(rest, True, key=lambda length: not fits(length))
 
 
 def format_report(values: Mapping[str, Any], *, with_terms: bool = False) -> "Group":

@@ -70,6 +70,13 @@ _LOSSES = (
     *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
 """Losses of DPO, which TRL checks only at the first step."""
+_OF_PAIRS = "rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected entropy"
+_METRICS = {
+    "dpo": f"rewards/accuracies {_OF_PAIRS} logits/chosen logits/rejected mean_token_accuracy",
+    "kto": f"kl {_OF_PAIRS} logits/chosen logits/rejected",
+    "reward": "accuracy margin min_reward mean_reward max_reward",
+}
+"""What TRL's evaluations give beside the loss; it looks a name up only once there is one."""
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _NARROWER: dict[str, Any] = {
     "rank_pattern": dict[str, Annotated[int, Field(ge=1)]],
@@ -158,6 +165,7 @@ def _particular(name: str, method: str) -> Any:
         return Annotated[bool | Literal["gaussian"], refusing(_OTHER_INITS, why)]
     if method == "dpo" and name == "loss_type":
         return readable(list[Literal[_LOSSES]])  # type: ignore[valid-type]
-    if (method, name) == ("sft", "metric_for_best_model"):
-        return Literal["loss", "eval_loss"]
+    if name == "metric_for_best_model":
+        names = ("loss", *_METRICS.get(method, "").split())
+        return Literal[(*names, *(f"eval_{each}" for each in names))]
     return _NARROWER.get(name)

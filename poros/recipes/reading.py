@@ -4,6 +4,7 @@ Nothing is raised for the first thing that is wrong: all problems are collected,
 and line or the flag that it comes from, what was expected, what was found, and what to do.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -91,6 +92,18 @@ class Draft:
         self.problems.append(
             f"{where}: {what}" if where == _flag(key) else f"{where}: {shown}: {what}"
         )
+
+    def placed(self, message: str) -> str:
+        """Put the place of a setting before a message that begins with its key or its section.
+
+        A library that refuses a section's settings names some of them: their places are put there.
+        """
+        key, _, said = message.partition(":")
+        key, words = key.partition(" ")[0], {*re.findall(r"\w+", said)}
+        named = [each for each in self.origins if each.startswith(f"{key}.")]
+        named = [each for each in named if each.partition(".")[2] in words] or [key]
+        places = dict.fromkeys(self.origins[each] for each in named if each in self.origins)
+        return ": ".join([", ".join(places), message] if places else [message])
 
     def recipe(self) -> Recipe:
         """Build the recipe, with defaults for what is not set. Needs a draft without problems."""

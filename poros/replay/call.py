@@ -1,8 +1,9 @@
 """One call of one layer that is replayed: its arguments taken apart, and the state around it.
 
-What may change between its forward and its backward is what may change between those of a layer
-that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
-``poros.stream.settings``; its input or any other tensor it was given must not be edited in place.
+Between its forward and its backward, adapters that act and tensors must not change: neither the
+layer's nor those it was given. What else changes (an attribute, a module that is replaced) raises
+the errors of ``poros.stream.condition`` and ``poros.stream.settings`` if the layer is recomputed by
+its own code. A recording does what it did at the forward, like a graph that was kept.
 
 Its arguments and results are taken apart into tensors and a template, since a recording is made of
 one call and replayed for others. ``CallFacts`` is what is known of such calls once one has run, and
@@ -250,6 +251,10 @@ class LayerCall(Call):
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         self.layer.condition().require_as(self.condition, self.condition.marks)
+
+    def require_same_tensors(self) -> None:
+        """Raise unless what a recording of the layer reads is as it was at the forward."""
+        self.condition.require_same_tensors(self.condition.marks)
 
 
 class CallFacts:

@@ -266,9 +266,7 @@ class Captures:
         conditions, now = (kind, dense, call.conditions()), call.condition
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
-        if form and form.condition is not now and not now.reads_as(form.condition):
-            form = None
-        if form is None:
+        if form is None or not now.reads_as(form.condition):
             forms = {k: old for k, old in forms.items() if old.condition.contents is now.contents}
             self._forms[call.layer.index] = forms  # the others hold adapters that are gone
             form = Form(kind, conditions, now, dense)
@@ -318,6 +316,7 @@ class Captures:
                 found = asked.with_input().replay(replayed, in_place, behind is replayed)
             self.num_replays += 1
             return found, replayed
+        call.require_unchanged()
         with call.layer.visit(Phase.BACKWARD, form.facts.leaves):
             asked = asked.with_input()
             wanted = asked.run()

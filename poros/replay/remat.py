@@ -78,7 +78,7 @@ class RematerializeLayer(torch.autograd.Function):
         if torch.is_grad_enabled():
             call.refuse_second_order()
         tensors = unwritten_tensors(ctx, _written(call))
-        call.require_unchanged()
+        call.require_same_tensors()
         found, _ = ctx.differentiate(call, ctx.form, tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():

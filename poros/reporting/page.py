@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from poros.errors import RunFolderError, quoted
 from poros.reporting.events import Run
-from poros.utils.formatting import duration
+from poros.utils.formatting import duration, size
 
 GB = 1e9
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 220, 98, 28
@@ -155,7 +155,7 @@ def _planned(plan: Mapping[str, Any]) -> dict[str, str]:
     terms: Mapping[str, float] = plan.get("terms", {})
     found = {"together": sum(terms.values()), **terms} if terms else {}
     largest = sorted((name for name in found if found[name]), key=lambda name: -found[name])
-    return {name: f"{found[name] / GB:.3f} GB" for name in largest}
+    return {name: size(int(found[name])) for name in largest}
 
 
 def _chart(unit: str, series: Mapping[str, list[tuple[float, float]]]) -> Chart | None:

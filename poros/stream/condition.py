@@ -31,6 +31,10 @@ from poros.stream.marks import Marks
 from poros.stream.visit import LayerBindings
 
 _training = attrgetter("training")
+_OTHER_ADAPTERS = (
+    "expected the adapters that were active at the forward, found another choice (or scaling, or "
+    "merge) at its backward; call backward first"
+)
 
 
 class Condition:
@@ -142,6 +146,19 @@ class Condition:
             raise RematerializationError(f"{self._name}: {change}")
         self._same = before, marks
 
+    def require_same_tensors(self, marks: Marks) -> None:
+        """Raise ``RematerializationError`` unless the same adapters act, on the same tensors.
+
+        A recording reads nothing else of the layer: other changes are as if a graph were kept.
+
+        Args:
+            marks: What lay in its places at the end of the forward.
+        """
+        now = AdapterState.of(self.contents.adapter_modules)
+        change = _OTHER_ADAPTERS if now != self.adapter_state else self._edited_since(marks)
+        if change is not None:
+            raise RematerializationError(f"{self._name}: {change}")
+
     def _change_since(self, before: "Condition", marks: Marks) -> str | None:
         if self.contents is not before.contents:
             return (
@@ -155,24 +172,11 @@ class Condition:
                 "not within one: the recomputation would run with other hooks"
             )
         if self.adapter_state != before.adapter_state:
-            return (
-                "expected the adapters that were active at the forward, found another choice (or "
-                "scaling, or merge) at its backward; call backward first"
-            )
+            return _OTHER_ADAPTERS
         is_alike = self._numbers == before._numbers and self._frozen == before._frozen
-        now = self.marks if is_alike else before.marks_now()
-        number = now.changed(marks)
-        if number is not None:
-            return (
-                f"expected {self._name}.{before._place(number).name} as it was at the forward, "
-                "found it edited, cast, moved or replaced before the backward of its layer (an "
-                "optimizer step in between?); do so between steps"
-            )
-        if not _are_equal(self.values if is_alike else before._values_now(), before.values):
-            return (
-                "expected a frozen adapter as it was at the forward, found it edited before the "
-                "backward of its layer; do so between steps"
-            )
+        edited = before._edited_since(marks, self if is_alike else None)
+        if edited is not None:
+            return edited
         attributes = self.contents.attributes
         changed = attributes.changed(before.attributes, self.attributes)
         if changed:
@@ -180,6 +184,22 @@ class Condition:
                 "expected the modules in it as they were at the forward, found others at its "
                 f"backward: {', '.join(map(attributes.name_of, changed))}; change them between "
                 "steps, not within one"
+            )
+        return None
+
+    def _edited_since(self, marks: Marks, now: "Condition | None" = None) -> str | None:
+        """Which of its tensors is not as it was; ``now``: its condition now, if that is known."""
+        number = (now.marks if now else self.marks_now()).changed(marks)
+        if number is not None:
+            return (
+                f"expected {self._name}.{self._place(number).name} as it was at the forward, "
+                "found it edited, cast, moved or replaced before the backward of its layer (an "
+                "optimizer step in between?); do so between steps"
+            )
+        if not _are_equal(now.values if now else self._values_now(), self.values):
+            return (
+                "expected a frozen adapter as it was at the forward, found it edited before the "
+                "backward of its layer; do so between steps"
             )
         return None
 

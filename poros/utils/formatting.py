@@ -8,7 +8,12 @@ def size(num_bytes: int) -> str:
     for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= one / 10:
             return f"{num_bytes / one:.{2 if unit == 'GB' else 1}f} {unit}"
-    return f"{num_bytes} bytes"
+    return counted(num_bytes, "byte")
+
+
+def counted(number: int, what: str) -> str:
+    """Format a number of things: ``1 step``, ``1,000 steps``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

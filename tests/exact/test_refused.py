@@ -335,6 +335,24 @@ def test_it_is_refused_and_then_all_is_well(row: Row, way: str) -> None:
     assert poros.runtime(model).stats()["num_replayed_visits"] > 0
 
 
+WITHOUT_EFFECT = ("module replaced", "dropout replaced", "epsilon", "last attribute")
+
+
+@pytest.mark.parametrize("change", WITHOUT_EFFECT)
+def test_behind_a_replayed_forward_it_changes_nothing(change: str) -> None:
+    """Backward does what a recording does, which reads tensors alone: as if a graph were kept."""
+
+    def program(model: Model) -> None:
+        steps = behind(CHANGES[change])(model)
+        next(steps)
+        next(steps, None)
+
+    model = on_tapes(S.two_adapters())
+    often(lambda model: P.loss_of(model).backward())(model)
+    model.zero_grad()
+    assert changes(resident_facts(S.two_adapters, program), observe(model, program)) == {}
+
+
 @pytest.mark.parametrize("prepare", [poisoned, on_tapes])
 def test_a_layer_that_draws_otherwise_when_recomputed_is_refused(prepare: Any) -> None:
     model = build()

@@ -131,7 +131,8 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> Non
     model = prepared(vram_budget=floor() - 1)
     before = start_digests(model)
     random_state = torch.get_rng_state()
-    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*workspace") as caught:
+    match = r"the floor for 2 slots(.|\n)*workspace .* MB"
+    with pytest.raises(VRAMBudgetError, match=match) as caught:
         model(**BATCHES[0])
     assert should_reduce_batch_size(caught.value)  # so that trainers which look for it know it
     assert torch.equal(torch.get_rng_state(), random_state)

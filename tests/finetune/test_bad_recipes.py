@@ -2,14 +2,17 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet as parquet_files
+from transformers import AutoModelForCausalLM
 
 from poros.cli.shared import BAD_INPUT
 from tests.command import poros_command, run_apart
+from tests.damage import Damage, cut, field
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -96,6 +99,17 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "metric that nothing computes": (
         "training:\n  metric_for_best_model: f1\n", 4, "'loss' or 'eval_loss'", "leave it out",
     ),
+    "metric that DPO does not have": (
+        "training:\n  method: dpo\n  metric_for_best_model: wrong\n",
+        5, "'rewards/accuracies'", "leave it out",
+    ),
+    "metric that KTO does not have": (
+        "training:\n  method: kto\n  metric_for_best_model: eval_wrong\n", 5, "'kl'", "leave it",
+    ),
+    "metric that reward does not have": (
+        "training:\n  method: reward\n  metric_for_best_model: wrong\n",
+        5, "'margin'", "leave it out",
+    ),
     "merged into the run": (
         "output:\n  folder: a\n  merged: a/adapter\n", 5, "writes other files", "another folder",
     ),
@@ -153,6 +167,18 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
         [json.dumps(CHAT).replace('"a"', '[{"type": "image"}, {"type": "text", "text": "a"}]')],
         1, "messages: expected the path of each", "beside the messages",
     ),
+    "images of a row in two places": (
+        [json.dumps({**CHAT, "images": ["a.png"]}).replace(
+            '"a"', '[{"type": "image", "image": "b.png"}]', 1
+        )],
+        1, "images: expected the path of each image in one place", "remove those of one",
+    ),
+    "images beside a text": (
+        ['{"text": "a", "images": ["a.png"]}'], 1, "images: expected rows of messages", "remove it",
+    ),
+    "image beside messages": (
+        [json.dumps({**CHAT, "image": "a.png"})], 1, "image: expected rows of", '"images": [',
+    ),
     "text for images": ([json.dumps({**CHAT, "images": ""})], 1, "a list of paths", "write it"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
     "text for a label": (
@@ -170,6 +196,30 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
 }  # fmt: skip
 METHODS = {"number for a label": "kto", "text for a label": "kto", "empty prompt of a pair": "dpo"}
 """Of rows that are not for sft."""
+
+
+# Of a checkpoint of two shards: damage to one of its files; what is appended to a good recipe; the
+# place, what is said, and the remedy.
+NOTHING: Damage = Path.exists
+CHECKPOINTS: dict[str, tuple[str, Damage, str, str, str, str]] = {
+    "classifier": (
+        "config.json", field("architectures", to=["Qwen2ForSequenceClassification"]), "",
+        "recipe.yaml:1:", "expected a language model", "--method reward",
+    ),
+    "shard that is not there": (
+        "model-00002-of-00004.safetensors", Path.unlink, "",
+        "model/model-00002-of-00004.safetensors:", "No such file", "fetch it again",
+    ),
+    "shard that is cut off": (
+        "model-00002-of-00004.safetensors", cut, "",
+        "model/model-00002-of-00004.safetensors:", "expected a safetensors", "fetch it again",
+    ),
+    "library that names a setting": (
+        "config.json", NOTHING,
+        "training:\n  lr_scheduler_type: linear\n  lr_scheduler_kwargs: {power: 2}\n",
+        "recipe.yaml:3:", "'power'", "change one of them",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -215,6 +265,19 @@ def test_a_bad_recipe(case: str, place: Path) -> None:
     assert_said(refused(place, "recipe.yaml"), f"recipe.yaml:{line}:", what, remedy)
 
 
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_bad_checkpoint(case: str, model: Path, place: Path) -> None:
+    file, damage, text, where, what, remedy = CHECKPOINTS[case]
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    shutil.copytree(model, place / "model", dirs_exist_ok=True)
+    (place / "model/model.safetensors").unlink()
+    whole.save_pretrained(place / "model", max_shard_size="100KB")
+    damage(place / "model" / file)
+    (place / "recipe.yaml").write_text(START + text)
+    for options in ((), ("--dry-run",)):
+        assert_said(refused(place, "recipe.yaml", *options), where, what, remedy, None)
+
+
 def joined(lines: list[str | bytes]) -> bytes:
     return b"\n".join(each.encode() if isinstance(each, str) else each for each in lines)
 
@@ -235,6 +298,7 @@ ASK_LIBRARIES = {
     *("field of PEFT, misspelt", "adapter that edits the base", "optimizer without a schedule"),
     *("rank of no columns", "alpha in words", "beta of 1", "no rows to prefetch"),
     *("processes that stay, of none", "metric that nothing computes"),
+    *(f"metric that {method} does not have" for method in ("DPO", "KTO", "reward")),
 }
 
 

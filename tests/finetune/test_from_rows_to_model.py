@@ -41,6 +41,8 @@ def test_from_a_checkpoint_to_a_merged_model(
     result = poros_command("finetune", "recipe.yaml")
     assert result.exit_code == 0, text(result)
     assert "ShareGPT conversations, 12" in text(result) and "merged:  merged/mine" in text(result)
+    config = json.loads(Path("runs/mine/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)  # found from any folder
     (events,) = Path("runs/mine").rglob("events.out.tfevents.*")
     assert b"train/loss" in events.read_bytes() and b"poros/h2d_gb" in events.read_bytes()
     merged = AutoModelForCausalLM.from_pretrained("merged/mine")

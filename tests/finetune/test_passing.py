@@ -87,6 +87,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"adapter__modules_to_save": ["score"]},
         "found 'score', which match none",
     ),
+    "modules to leave out that are not there": (
+        {"adapter__exclude_modules": ["q_proj", "q_prj"]},
+        "adapter.exclude_modules: .*found 'q_prj', which match none",
+    ),
+    "a rank for modules that are not there": (
+        {"adapter__rank_pattern": {"q_prj": 8, "k_proj": 8}},
+        r"adapter: .*rank_pattern .*\['q_prj'\]",
+    ),
+    "an alpha for modules without an adapter": (
+        {"adapter__alpha_pattern": {"v_proj": 8}, "adapter__target_modules": "q_proj"},
+        r"adapter: .*alpha_pattern .*\['v_proj'\]",
+    ),
+    "parameters that are not there": (
+        {"adapter__target_parameters": ["q_prj.weight"]},
+        r"adapter: .*target_parameters=\['q_prj.weight'\]",
+    ),
 }
 
 

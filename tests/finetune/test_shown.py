@@ -54,8 +54,9 @@ SUMMARIES: dict[str, tuple[dict[str, Any], int | None, tuple[str, ...]]] = {
         ("rows are cut at the model's 256 positions", "updates of the adapter"),
     ),
     "as many updates as wanted": ({}, 400, ("50 steps of 8 rows",)),
+    "one": ({}, 8, ("1 step of 8 rows", "few updates of the adapter: 1")),
     "few": ({}, 80, ("10 steps of 8 rows", "few updates of the adapter: 10", "--accumulation")),
-    "warming up": (WARMING_UP, 12, ("all 12 steps are within the warm-up of 20", "--warmup")),
+    "warming up": (WARMING_UP, 12, ("12 steps in all, within the warm-up of 20", "--warmup")),
 }
 
 

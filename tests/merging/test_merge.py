@@ -89,6 +89,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.filterwarnings("error:.*which is a no-op")
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_into_the_original(kind: str, base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
@@ -190,6 +191,23 @@ def refused(tmp_path: Path, adapter: Path, error: Any, match: str, **options: An
     with pytest.raises(error, match=match):
         merge(adapter, tmp_path / "out", **options)
     assert [each for each in tmp_path.iterdir() if "out" in each.name] == []
+
+
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_a_base_of_another_family_is_refused(task: str | None, base: Path, tmp_path: Path) -> None:
+    """Whose shapes are equal; PEFT notes a class by itself where there is no task."""
+    other = tmp_path / "other"
+    like = tiny.small_config("llama", num_layers=3, hidden_size=64)
+    tiny.write_checkpoint(like, other, dtype=torch.bfloat16)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type=task)
+    adapter = tmp_path / "adapter"
+    model = poros.prepare(get_peft_model(load(base), config), slots=2)
+    model.save_pretrained(adapter)
+    match = "expected a base of the family qwen2.*found llama.*--base"
+    refused(tmp_path, adapter, UnsupportedModelError, match, base=other)
+    chat = poros_command("chat", str(adapter), "--base", str(other), "--prompt", "a")
+    assert chat.exit_code == 2
+    merge(adapter, tmp_path / "merged", base=base)
 
 
 def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:

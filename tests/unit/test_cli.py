@@ -76,6 +76,9 @@ WRONG: list[tuple[str, str]] = [
     ("finetune gone.yaml", "gone.yaml: expected a file"),
     ("finetune base rows.jsonl --rank x", "--rank: expected"),
     ("finetune base rows.jsonl --learning-rate 1", "expected --lr, found --learning-rate"),
+    ("finetune base rows.jsonl --dpo --method sft", "training.method: expected one value, found"),
+    ("finetune base rows.jsonl --set data.source=a", "data.source: expected one value, found 'a'"),
+    ("finetune base rows.jsonl --adapter lora --set adapter.use_dora=true", "one value, found 'tr"),
     ("finetune base rows.jsonl --use-dora", "expected --set adapter.use_dora=VALUE, found"),
 ]
 
@@ -247,6 +250,12 @@ PLANS: dict[str, tuple[list[str], int, str, Callable[[Any], bool]]] = {
         1,
         "but not the host memory",
         lambda found: found["fits"] is False,
+    ),
+    "rows that are too long": (
+        ["--batch", "1", "--seq", "200", "--vram", "1500kB"],
+        1,
+        r"each change alone: --seq (\d+) .*longest rows that fit, in tokens \1 ",
+        lambda found: f"--seq {found['longest_seq_len']}" in found["advice"],
     ),
     "no length": (
         ["--vram", "1GiB", "--batch", "2"],

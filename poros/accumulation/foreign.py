@@ -7,6 +7,7 @@ sees. Libraries that are known do not in their layers; so only models of these g
 
 from collections.abc import Sequence
 from itertools import repeat
+
 from torch import nn
 
 from poros.kernels.forwards import foreign_code

@@ -1,7 +1,7 @@
 """Whose code modules run; forwards of ours that they run where both come to the same.
 
-Each of these stands in the ``__dict__`` of its module, under the name ``forward``: the module keeps its
-class, its parameters and its hooks, and gets its own forward back by losing the entry.
+Each of these stands in the ``__dict__`` of its module, under the name ``forward``: the module keeps
+its class, its parameters and its hooks, and gets its own forward back by losing the entry.
 """
 
 import inspect
@@ -130,10 +130,15 @@ def is_of_library(code: Any) -> bool:
     code = getattr(code, "func", code)  # of functools.partial
     while code is not None:
         where = getattr(code, "__globals__", {}).get("__name__", getattr(code, "__module__", ""))
-        if str(where).partition(".")[0] not in LIBRARIES:
+        if not is_in_library(str(where)):
             return False
         code = getattr(code, "__wrapped__", None)
     return True
+
+
+def is_in_library(module: str) -> bool:
+    """Whether a Python module of this name belongs to a library that is known."""
+    return module.partition(".")[0] in LIBRARIES
 
 
 def foreign_code(modules: Iterable[nn.Module]) -> str | None:

@@ -25,7 +25,7 @@ Note: Through the cast of the region
     which it has the region make if there is none yet: autograd does the rest. A cast that is older
     than an update of its parameter is what a resident run goes on with, until the region ends. A
     replayed layer has cast anew; so this is refused. Where nobody else can use its casts
-    (``ModelContext.confines_autocast``), and it uses each of its adapters once, none is made,
+    (``ModelContext.confines_casts``), and it uses each of its adapters once, none is made,
     and a layer gives the gradient of the parameter.
 """
 

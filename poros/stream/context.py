@@ -14,7 +14,7 @@ from torch import nn
 from poros.errors import UnsupportedModelError
 from poros.kernels.adapters import KernelStats
 from poros.kernels.dense_memory import DenseLayer
-from poros.kernels.forwards import LIBRARIES, is_of_library
+from poros.kernels.forwards import is_in_library, is_of_library
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader
 from poros.stream.visit import Visits
@@ -147,12 +147,12 @@ class ModelContext:
 
 
 def _is_known(frame: FrameType) -> bool:
-    """Whether known libraries have written what runs in it, or around the module it calls."""
-    root = str(frame.f_globals.get("__name__")).partition(".")[0]
+    """Whether Python or known libraries have written what runs in it, and hooks that it calls."""
+    where = str(frame.f_globals.get("__name__"))
+    if not (is_in_library(where) or where.partition(".")[0] in sys.stdlib_module_names):
+        return False
     module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
-    hooks = (
-        []
-        if module is None
-        else [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    )
-    return (root in LIBRARIES or root in sys.stdlib_module_names) and all(map(is_of_library, hooks))
+    if not isinstance(module, nn.Module):
+        return True
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return all(map(is_of_library, hooks))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from poros.accumulation import foreign
+from poros.kernels import forwards
 from tests.loops import narrow_slices
 from tests.support import copied
 from tools.fuzz import campaign
@@ -24,7 +24,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow_slices(monkeypatch)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of the tests counts as a library's, as what layers and models do is looked at."""
-    monkeypatch.setattr(foreign, "LIBRARIES", foreign.LIBRARIES | {"tests"})
+    monkeypatch.setattr(forwards, "LIBRARIES", forwards.LIBRARIES | {"tests"})

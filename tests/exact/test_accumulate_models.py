@@ -14,10 +14,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from poros.accumulation import foreign
-from poros.accumulation.foreign import LIBRARIES
 from poros.accumulation.group import Group
 from poros.errors import UnsupportedModelError
+from poros.kernels import forwards
+from poros.kernels.forwards import LIBRARIES
 from tests.exact import subjects as S
 from tests.exact.subjects import Call, Loop
 from tests.loops import (
@@ -438,7 +438,7 @@ FOREIGN = {
 def test_code_of_others_in_layers_is_not_grouped(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(foreign, "LIBRARIES", LIBRARIES)
+    monkeypatch.setattr(forwards, "LIBRARIES", LIBRARIES)
     assert ends(FOREIGN[which])
 
 

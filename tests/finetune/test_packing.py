@@ -10,13 +10,12 @@ import torch
 from transformers import CONFIG_MAPPING, AttentionInterface
 
 import poros
-from poros.accumulation import foreign
-from poros.accumulation.foreign import LIBRARIES
 from poros.errors import RecipeError
 from poros.finetune import run as runs
 from poros.finetune.packing import _FAMILIES, _OF_PACKED, choose_attention, keeps_apart
 from poros.gates import tiny
-from poros.kernels import packed_attention
+from poros.kernels import forwards, packed_attention
+from poros.kernels.forwards import LIBRARIES
 from poros.loaders.settings import model_class_of
 from tests.finetune.subjects import recipe_of, run
 
@@ -219,7 +218,7 @@ def test_attention_that_takes_cu_seqlens_gets_them(
 ) -> None:
     """And no mask. Streamed equals resident; the losses are those of a mask, rounded apart."""
     names = LIBRARIES | {"tests", __name__.partition(".")[0]}
-    monkeypatch.setattr(foreign, "LIBRARIES", names)  # as if a library had registered it
+    monkeypatch.setattr(forwards, "LIBRARIES", names)  # as if a library had registered it
     assert keeps_apart(CONFIG_MAPPING["qwen2"](), attention)
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     common = {"training__max_length": 64, "training__max_steps": 3, "training__learning_rate": 1e-3}

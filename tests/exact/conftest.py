@@ -25,6 +25,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of the tests counts as a library's, as what layers and models do is looked at."""
-    monkeypatch.setattr(forwards, "LIBRARIES", forwards.LIBRARIES | {"tests"})
+    tests = {"tests", "tools", request.module.__name__.partition(".")[0]}
+    monkeypatch.setattr(forwards, "LIBRARIES", forwards.LIBRARIES | tests)

@@ -39,7 +39,6 @@ from tests.loops import (
 )
 
 Model = Any
-pytestmark = pytest.mark.usefixtures("known")
 
 # In layers.
 

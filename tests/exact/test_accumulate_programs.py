@@ -37,7 +37,6 @@ from tests.loops import (
 
 Model = Any
 UNSUPPORTED = UnsupportedModelError
-pytestmark = pytest.mark.usefixtures("known")
 
 # Batches that the loss edits.
 

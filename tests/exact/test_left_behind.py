@@ -189,7 +189,6 @@ def shared_by(loss: Any, is_one: bool, model: Model, together: bool) -> list[Any
     )
 
 
-@pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("which", SHARING)
 def test_a_mapping_of_the_loss(which: str) -> None:
     layers, *run, goes_together = SHARING[which]
@@ -199,7 +198,6 @@ def test_a_mapping_of_the_loss(which: str) -> None:
     assert (num_groups(model) > 0, not reasons(model)) == (goes_together, goes_together)
 
 
-@pytest.mark.usefixtures("known")
 def test_a_mapping_that_a_loss_writes_to_behind_the_layers() -> None:
     """In a group all layers would have run before."""
     model = on_tapes(small(that_read), slots=2)

@@ -274,7 +274,6 @@ def test_what_cannot_be_joined(join: Callable[..., Any], monkeypatch: Patch) -> 
     assert joined() == (True, 0)
 
 
-@pytest.mark.usefixtures("known")
 def test_a_use_without_a_gradient() -> None:
     """Layers use their hidden states twice, and one of the uses gives no gradient."""
 

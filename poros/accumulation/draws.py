@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from poros.stream.condition import Condition
 from poros.stream.rng import RngStash
 
 _PERIOD = 624
@@ -127,6 +128,15 @@ class DrawTable:
         """Of what was drawn in the first layer, if anything was: as a forward draws the same in
         each layer, and one of a reference model behind it once more. None if it was not always."""
         self._misses: Counter[Hashable] = Counter()
+        self._conditions: Sequence[Condition] = ()
+
+    def begin(self, conditions: Sequence[Condition]) -> None:
+        """Forget what was drawn if layers, in these conditions now, have another dropout, say."""
+        pairs = zip(conditions, self._conditions, strict=False)
+        if not all(now.acts_as(old) and now.training == old.training for now, old in pairs):
+            self._known.clear()
+            self._multiples.clear()
+        self._conditions = conditions
 
     def plan(self, shape: Hashable, first: Draws) -> Drawn | None:
         """What a micro-batch of this shape will have drawn, by its first layer, if it is known."""

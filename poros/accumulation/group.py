@@ -246,6 +246,7 @@ class Group(InPlace):
         if not self._conditions:
             self._regions = regions
             self._conditions = [each.condition() for each in self._layers]
+            self._table.begin(self._conditions)
         elif not self._still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
         if any(each.has_hooks for each in self._conditions):

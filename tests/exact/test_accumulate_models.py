@@ -67,6 +67,11 @@ def other_rates(model: Model) -> None:
             module.p = 0.0
 
 
+def without_rates(model: Model, step: int) -> None:
+    if step == 2:
+        other_rates(model)
+
+
 # Around layers.
 
 
@@ -207,6 +212,7 @@ AROUND = {
     ),
     "a normal number at a time": program(in_layers(drawing_one), "does not depend on shapes"),
     "layers that draw differently": program(other_rates, lengths=(8,)),
+    "a layer that draws no more": program(lengths=(8,), sizes=(3, 3, 3), between=without_rates),
     "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
     "a buffer that is written to": program(writing(0.01), "changes the model"),
     "a buffer that is written to, the same": program(writing(0.0)),

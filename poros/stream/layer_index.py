@@ -66,8 +66,8 @@ class LayerIndex:
         # Those that run at every module: PyTorch counts them with those of modules.
         self._hook_tables += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
-        configs = {id(each): each for module in modules if (each := vars(module).get("config"))}
-        self._configs = list(map(vars, configs.values()))
+        configs = {id(each): each for each in (vars(module).get("config") for module in modules)}
+        self._configs = [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self.attributes = Attributes(layer)
         self.places = places(layer, frozen)

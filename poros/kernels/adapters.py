@@ -391,7 +391,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> ActiveLora
         return "hooks in the adapter"
     if has_hooks(parts["base_layer"], but_ours=True):
         return "hooks on the linear module"  # which may give anything
-    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    p: Any = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     if not isinstance(p, int | float | np.number):
         return "a rate of dropout that is no number"
     of_first, of_second = first._parameters, second._parameters
@@ -424,7 +424,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> ActiveLora
     if not isinstance(scaling, int | float):
         return "a scaling that is no number"
     why = None if has_own_casts else _why_own(input, a)
-    return ActiveLora(a, b, scaling, p, magnitude) if why is None else why
+    return ActiveLora(a, b, scaling, float(p), magnitude) if why is None else why
 
 
 def _why_own(input: torch.Tensor, a: torch.Tensor) -> str | None:

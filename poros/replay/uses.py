@@ -216,7 +216,7 @@ class Observation:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            self._events: list[list[int] | Source] = []
+            self._events: list[Sequence[int] | Source] = []
             self._arriving: set[int] = set()
 
     def _arrived(self, number: int, place: int, gradients: Sequence[object]) -> None:
@@ -253,7 +253,7 @@ class Observation:
                 order += [use for use in each if use in ends or use not in waiting]
                 continue
             behind = takewhile(lambda event: isinstance(event, Source), self._events[number + 1 :])
-            taken = [last[source] for source in behind if not source.is_cast]
+            taken = [last[one] for one in behind if isinstance(one, Source) and not one.is_cast]
             if set(taken) != ends:
                 return None
             order += [*(use for use in each if use not in waiting), *taken]
@@ -261,7 +261,7 @@ class Observation:
 
     def _tell(self) -> None:
         """Say it, as soon as it is all there."""
-        groups = [each for each in self._events if isinstance(each, list)]
+        groups = [each for each in self._events if not isinstance(each, Source)]
         num_seen = sum(map(len, groups)) + len(self._events) - len(groups)
         if num_seen < len(self._sources) + len(self._handles) or not self._sources:
             return

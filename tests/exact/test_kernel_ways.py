@@ -148,6 +148,10 @@ PROGRAMS: dict[str, tuple[Callable[[Model], None], str]] = {
         at(lambda module: module.scaling.update(default=torch.tensor(1.5)), *SEVEN),
         "a scaling that is no number",
     ),
+    "a rate that is a tensor": (
+        at(lambda held: held.update({"default": nn.Dropout(torch.tensor(0.1))}), "lora_dropout"),
+        "a rate of dropout that is no number",
+    ),
     "dtypes, under autocast": (at(nn.Module.bfloat16, A), "matrices of several dtypes"),
     "an output that is lost": (behind(lambda *given: Lost.apply(given[2]), "1.mlp"), ""),
     "a product that is lost": (before(lambda _, given: Lost.apply(*given), "1.mlp.down_proj"), ""),

@@ -18,9 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from poros.errors import PreparedModelError
 
 LIBRARIES = frozenset(
-    {"accelerate", "bitsandbytes", "liger_kernel", "peft", "poros", "torch", "transformers"}
+    {"accelerate", "bitsandbytes", "liger_kernel", "peft", "poros", "torch", "transformers", "trl"}
 )
-"""Their layers compute from their arguments, tensors and attributes, and from nothing else."""
+"""Code of theirs in layers computes from its arguments, tensors and attributes, and from nothing
+else; what they run around layers leaves adapters alone."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS_OF_ALL = [f"_global{kind}" for kind in HOOKS]
 _OF_ALL = vars(nn.modules.module)

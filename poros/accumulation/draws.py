@@ -128,15 +128,18 @@ class DrawTable:
         """Of what was drawn in the first layer, if anything was: as a forward draws the same in
         each layer, and one of a reference model behind it once more. None if it was not always."""
         self._misses: Counter[Hashable] = Counter()
-        self._conditions: Sequence[Condition] = ()
+        self._layers: list[object] = []
 
     def begin(self, conditions: Sequence[Condition]) -> None:
         """Forget what was drawn if layers, in these conditions now, have another dropout, say."""
-        pairs = zip(conditions, self._conditions, strict=False)
-        if not all(now.acts_as(old) and now.training == old.training for now, old in pairs):
+        now: list[object] = [
+            (id(each.contents), each.adapter_state, each.training, each.attributes.values)
+            for each in conditions
+        ]
+        if self._layers and now != self._layers:
             self._known.clear()
             self._multiples.clear()
-        self._conditions = conditions
+        self._layers = now
 
     def plan(self, shape: Hashable, first: Draws) -> Drawn | None:
         """What a micro-batch of this shape will have drawn, by its first layer, if it is known."""

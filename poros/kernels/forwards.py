@@ -147,7 +147,8 @@ def foreign_code(modules: Iterable[nn.Module]) -> str | None:
     code: dict[Any, str] = {}
     for owner in modules:
         kind: Any = type(owner)
-        name, own, config = f"{kind.__qualname__}.forward", *map(vars(owner).get, _OF_INSTANCE)
+        name = f"{kind.__qualname__}.forward"
+        own, config = (vars(owner).get(key) for key in ("forward", "config"))
         code[kind] = kind.__qualname__
         code |= {vars(each)["forward"]: name for each in kind.__mro__ if "forward" in vars(each)}
         if own is not None:
@@ -157,6 +158,3 @@ def foreign_code(modules: Iterable[nn.Module]) -> str | None:
         if isinstance(attention, str) and attention in ALL_ATTENTION_FUNCTIONS:
             code[ALL_ATTENTION_FUNCTIONS[attention]] = f"attention {attention!r}"
     return next((name for each, name in code.items() if not is_of_library(each)), None)
-
-
-_OF_INSTANCE = ("forward", "config")

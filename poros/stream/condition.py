@@ -88,16 +88,10 @@ class Condition:
     def is_like(self, other: "Condition") -> bool:
         """Whether the layer does the same in both, but for where what streams lies."""
         return (
-            self.acts_as(other)
-            and self.marks.where == other.marks.where
-            and self.marks.are_trained == other.marks.are_trained
-        )
-
-    def acts_as(self, other: "Condition") -> bool:
-        """Whether the layer does the same in both, whatever its tensors are."""
-        return (
             self.contents is other.contents
             and self.adapter_state == other.adapter_state
+            and self.marks.where == other.marks.where
+            and self.marks.are_trained == other.marks.are_trained
             and not self.contents.attributes.changed(self.attributes, other.attributes)
         )
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -124,12 +123,16 @@ class ModelContext:
         frame = inspect.currentframe() if nesting == 2 else None
         is_inside = False
         while frame is not None:
-            name = frame.f_code.co_name
+            name, where = frame.f_code.co_name, frame.f_globals.get("__name__", "")
             if name == "decorate_autocast":
-                is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
-            elif name == "_call_impl" and self.is_model(frame.f_locals.get("self")):
-                return is_inside
-            elif not is_inside and not _is_known(frame):
+                is_inside = where == "torch.amp.autocast_mode"
+            elif name == "_call_impl":
+                module = frame.f_locals.get("self")
+                if self.is_model(module):
+                    return is_inside
+                if not is_inside and not _has_known_hooks(module):
+                    return False
+            elif not (is_inside or is_in_library(where) or _is_of_python(where)):
                 return False
             frame = frame.f_back
         return False
@@ -146,13 +149,11 @@ class ModelContext:
         )
 
 
-def _is_known(frame: FrameType) -> bool:
-    """Whether Python or known libraries have written what runs in it, and hooks that it calls."""
-    where = str(frame.f_globals.get("__name__"))
-    if not (is_in_library(where) or where.partition(".")[0] in sys.stdlib_module_names):
-        return False
-    module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
-    if not isinstance(module, nn.Module):
-        return True
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+def _is_of_python(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _has_known_hooks(module: Any) -> bool:
+    """Whether known libraries have written the hooks that run around a call of ``module``."""
+    hooks = *vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()
     return all(map(is_of_library, hooks))

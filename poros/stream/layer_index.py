@@ -78,6 +78,8 @@ class LayerIndex:
         self._adapters: Adapters | None = None
         self._looked_up: tuple[Any, ...] = ()
         self._code: tuple[Any, ...] = ()
+        self._kinds: list[Any] = []
+        """Classes of the modules, each once."""
         self._has_own_code = True
 
     def is_current(self) -> bool:
@@ -117,11 +119,11 @@ class LayerIndex:
         Other code may read and change anything: global variables, random states of its own.
         """
         forwards = list(map(dict.get, self._dicts, repeat("forward")))
-        kinds = list(map(type, self._inner))
         attention = list(map(dict.get, self._configs, repeat("_attn_implementation_internal")))
-        now = forwards, kinds, list(map(_FORWARD, kinds)), attention
+        now = forwards, list(map(type, self._inner)), attention, list(map(_FORWARD, self._kinds))
         if now != self._code:
-            self._code = now
+            self._kinds = list(set(now[1]))
+            self._code = *now[:3], list(map(_FORWARD, self._kinds))
             self._has_own_code = foreign_code(self.modules()) is None and all(
                 each is None or isinstance(each, PatchedForward) or is_forward_of_liger(each)
                 for each in forwards

@@ -1,5 +1,7 @@
 """Uses in the graph of a layer: those of casts, and what is refused. The others: tests/exact."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -59,3 +61,32 @@ def test_a_recomputation_with_other_uses_is_refused() -> None:
                 has_casts=False,
                 through_casts=False,
             )
+
+
+class OfFour(torch.autograd.Function):
+    """One node of several parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *[gradient.sum()] * 4
+
+
+def test_parameters_of_one_node_have_the_order_that_autograd_took() -> None:
+    """Which is not that of the node, if they are more than two."""
+    parameters = [nn.Parameter(torch.ones(())) for _ in range(4)]
+    given = torch.ones(3, requires_grad=True) * 1
+    order: list[int] = []
+    for number, each in enumerate(parameters, 1):
+        each.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+    result = OfFour.apply(given, *parameters)
+    seen: list[Uses] = []
+    uses = walk([result], [given], parameters, has_casts=False)
+    observation = Observation(uses, 1, [result], CPU, lambda found, around: seen.append(found))
+    result.sum().backward()
+    found = [seen[0].sources[use].number for use in seen[0].order]
+    assert [each for each in found if each] == order != sorted(order)
+    del observation

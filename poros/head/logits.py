@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
@@ -61,6 +62,8 @@ class Origin:
     with_gradients: bool
     requires_grad: bool
     autocast: AutocastState
+    hooks: Any
+    """On saved tensors: a pair of functions, or None."""
     kept: Sequence[torch.Tensor]
     """Hidden states and head, which may not be written to meanwhile."""
     versions: Sequence[int]
@@ -93,6 +96,7 @@ class Origin:
             with_gradients=torch.is_grad_enabled(),
             requires_grad=torch.is_grad_enabled() and hidden.requires_grad,
             autocast=autocast,
+            hooks=_saved_tensor_hooks(),
             kept=kept,
             versions=list(map(_version_of, kept)),
         )
@@ -120,14 +124,22 @@ class Origin:
 
     @contextmanager
     def as_then(self, with_gradients: bool, autocast: AutocastState) -> Iterator[None]:
-        """Restore the modes of the call, without a later inference mode."""
+        """Restore the modes of the call, without a later inference mode, and its hooks."""
         leaves = torch.is_inference_mode_enabled() and not self.hidden.is_inference()
+        has_hooks = self.hooks == _saved_tensor_hooks()
         with (
+            nullcontext()
+            if has_hooks
+            else saved_tensors_hooks(*(self.hooks or (_itself, _itself))),
             torch.inference_mode(False) if leaves else nullcontext(),
             torch.set_grad_enabled(with_gradients),
             autocast.enter(),
         ):
             yield
+
+
+def _saved_tensor_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -214,6 +226,8 @@ class LazyLogits(torch.Tensor):
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Apply ``func`` lazily; None if the values are needed."""
+        if self.origin.hooks != _saved_tensor_hooks():
+            return None  # as within torch.utils.checkpoint: what it saves is counted
         if func in _TANH and not args and not kwargs:
             return self._follower(func, args, kwargs, step=Step("tanh"))
         if func in _SCALES and len(args) == 1 and not kwargs:
@@ -265,6 +279,7 @@ class LazyLogits(torch.Tensor):
         return LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
 
     @classmethod
+    @torch.compiler.disable  # it would follow the computation, and come back here
     def __torch_function__(
         cls,
         func: Any,

@@ -11,8 +11,8 @@ class FloraCallback(TrainerCallback):
     """Copies ``TrainingArguments`` into the Trainer's ``Flora`` when training begins.
 
     The optimizer gets ``gradient_accumulation_steps`` and ``max_grad_norm``. The Trainer's own
-    clipping, which would see no gradient, is turned off: its log shows a norm of 0, and
-    ``Flora.grad_norm`` has the estimate. The Trainer divides its loss, so the optimizer does not.
+    clipping sees no gradient and does nothing: its log shows a norm of 0, and ``Flora.grad_norm``
+    has the estimate. The Trainer divides its loss, so the optimizer does not.
 
         Trainer(model, args, optimizers=(Flora(...), None), callbacks=[FloraCallback()])
 
@@ -36,4 +36,3 @@ class FloraCallback(TrainerCallback):
             expect(found in allowed, name, wanted, found)
         flora.accumulation, flora.has_settled_clipping = steps, True
         flora.max_grad_norm = clip or flora.max_grad_norm
-        args.max_grad_norm = 0.0

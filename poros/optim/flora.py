@@ -49,6 +49,13 @@ class _Matrix:
     """The tensor that ``base`` updates: the parameter, or a float32 copy during its update."""
 
 
+class _Owner(weakref.ref["Flora"]):
+    """An optimizer that a parameter has; a copy or a pickle of the parameter has none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 class Flora(torch.optim.Optimizer):
     """An optimizer that holds accumulated gradients and momentum in projected form.
 
@@ -140,7 +147,7 @@ class Flora(torch.optim.Optimizer):
             _Matrix(name, number, each, widths.get(name, 0), *self._base_of(each, weight_decay))
             for number, (name, each) in enumerate(named)
         ]
-        owner = weakref.ref(self)
+        owner = _Owner(self)
         for number, (_, each) in enumerate(named):
             # Of two optimizers of one parameter the newer one takes its gradients.
             vars(each)["_flora"] = owner
@@ -170,6 +177,11 @@ class Flora(torch.optim.Optimizer):
         group["num_updates"] += 1
         if group["momentum"] is not None and group["num_updates"] % group["kappa"] == 0:
             self._resample()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: hooks of a copy would take the gradients of these parameters too."""
+        expected = "an optimizer that is neither copied nor pickled"
+        raise OptimizerError(f"Flora: expected {expected}; save and load its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: its parameters are those it was made with."""
@@ -245,7 +257,7 @@ class Flora(torch.optim.Optimizer):
         """One step of the base optimizer of one parameter."""
         base, updated, parameter = matrix.base, matrix.updated, matrix.parameter
         group = self.param_groups[0]
-        base.param_groups[0]["lr"] = group["lr"]
+        base.param_groups[0].update(lr=group["lr"], weight_decay=group["weight_decay"])
         if updated is not parameter:
             updated.data = parameter.float()
         updated.grad = gradient

@@ -225,7 +225,7 @@ def require_harmless(
         if moved.dtype != dtype or moved.device != device:
             raise PreparedModelError(
                 f"{name}: expected to stay {dtype} on {device} while prepared, found a request for "
-                f"{moved.dtype} on {moved.device}. The streamed base would not follow. Call "
+                f"{moved.dtype} on {moved.device}, which what streams would not follow. Call "
                 "poros.restore(model), move or cast it, then prepare again"
             )
 

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import io
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,28 @@ def test_zero_grad_forgets_the_cycle() -> None:
     assert optimizer.state_num_bytes()["accumulation"] == 0
 
 
+def test_weight_decay_is_the_groups_at_the_step() -> None:
+    """As the learning rate; a schedule may change it."""
+    found = []
+    for given, later in ((0.5, 0.5), (0.5, 0.0), (0.0, 0.0)):
+        torch.manual_seed(0)
+        model = Small()
+        optimizer = Flora(model.named_parameters(), rank=RANK, weight_decay=given)
+        optimizer.param_groups[0]["weight_decay"] = later
+        model(batches(1)[0]).backward()
+        optimizer.step()
+        found.append(weights(model))
+    assert equal(found[1], found[2]) and not equal(found[0], found[1])
+
+
+def test_a_model_with_an_optimizer_is_pickled_without_it() -> None:
+    model, _optimizer, before = behind_a_backward()
+    copied = pickle.loads(pickle.dumps(model))
+    assert equal(before, weights(copied))
+    copied(batches(1)[0]).backward()  # no optimizer takes its gradients
+    assert all(each.grad is not None for each in copied.parameters())
+
+
 def test_the_newer_of_two_optimizers_takes_the_gradients() -> None:
     model = Small()
     older = Flora(model.named_parameters(), rank=RANK)
@@ -467,6 +490,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         loading(lambda: flora_of(nn.Linear(4, 4), rank=RANK), nn.Linear(8, 8)),
         "shapes",
     ),
+    "a copy": (lambda: copy.deepcopy(flora_of()), "state_dict"),
+    "a pickle": (lambda: pickle.dumps(flora_of()), "state_dict"),
     "more parameters": (lambda: flora_of().add_param_group(NEW_GROUP), "made with"),
 }
 
@@ -527,7 +552,7 @@ def test_a_trainer_learns_with_it(tmp_path: Path) -> None:
     start = made.evaluate(made.train_dataset)["eval_loss"]
     made.train()
     flora = made.optimizer.optimizer
-    assert (flora.accumulation, flora.max_grad_norm, made.args.max_grad_norm) == (2, 1.0, 0.0)
+    assert (flora.accumulation, flora.max_grad_norm, made.args.max_grad_norm) == (2, 1.0, 1.0)
     assert flora.grad_norm is not None
     assert made.evaluate(made.train_dataset)["eval_loss"] < 0.85 * start
 

@@ -117,6 +117,16 @@ def test_writes_and_copies_are_refused_by_name(name: str) -> None:
     assert same_bits(module(IDS), make()(IDS))
 
 
+def test_its_own_bytes_are_read_back_from_a_file() -> None:
+    """As from an adapter of a model whose vocabulary has grown, which PEFT saves with them."""
+    module = make()
+    on_host(module)
+    module.load_state_dict(make().state_dict())
+    with pytest.raises(RuntimeError, match=REFUSED):
+        module.load_state_dict({"weight": make().weight.detach().neg()})
+    assert same_bits(module(IDS), make()(IDS))
+
+
 def test_what_is_trained_or_cast_unnoticed_is_noticed_at_the_next_lookup() -> None:
     module = make()
     on_host(module)

@@ -2,12 +2,15 @@
 
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin
@@ -102,6 +105,10 @@ READERS: dict[str, Program] = {
     "in place": in_place,
     "written to behind an alias": written_to_behind_an_alias,
     "written to by an alias": written_to_by_an_alias,
+    "compiled": torch.compile(lambda t: t.float().exp().sum(), backend="eager"),
+    "within a checkpoint": lambda t: checkpoint(
+        lambda each: (each * 2).tanh().exp().sum(), t, use_reentrant=False
+    ),
 }
 
 
@@ -126,6 +133,25 @@ def test_whoever_reads_it_gets_the_heads_own_bits(reader: str, region: str) -> N
     assert torch.equal(found, expected) and requires == of_found == (region != "no_grad")
     if gradient is not None:
         assert gradient.any() and of_lazy is not None and torch.equal(of_lazy, gradient)
+
+
+@pytest.mark.parametrize("is_at_call", [True, False])
+def test_saved_tensors_pass_the_hooks_of_the_heads_call(is_at_call: bool) -> None:
+    """Hooks that halve what is kept: at the head's call, or where it is read."""
+    results = []
+    for make in (lambda given: head()(given), lazily):
+        given = hidden()
+        at_call, at_read = (halving, nullcontext)[:: 1 if is_at_call else -1]
+        with at_call():
+            logits = make(given)
+        with at_read():
+            logits.float().exp().sum().backward()
+        results.append(given.grad)
+    assert results[0] is not None and torch.equal(*results)
+
+
+def halving() -> Any:
+    return saved_tensors_hooks(lambda tensor: tensor * 0.5, lambda tensor: tensor)
 
 
 @pytest.mark.parametrize(

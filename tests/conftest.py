@@ -17,7 +17,7 @@ import torch
 
 from tests.covers import leave_out
 
-gc.set_threshold(10_000)  # with 700, a tenth of the time: models are many objects
+gc.set_threshold(50_000)  # with 700, a tenth of the time: models are many objects
 if not torch.cuda.is_available():
     # Read by Triton when it is imported: kernels run in its interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -17,7 +17,7 @@ import torch
 
 from tests.covers import leave_out
 
-gc.set_threshold(10_000)  # with 700, a tenth of the time: models are many objects
+gc.set_threshold(50_000)  # with 700, a tenth of the time: models are many objects
 if not torch.cuda.is_available():
     # Read by Triton when it is imported: kernels run in its interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -30,10 +30,19 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collections_look_at_what_is_new() -> None:
-    """Leave the libraries' objects out of garbage collections: tests of leaks force hundreds."""
+def collections_look_at_what_is_new() -> Iterator[None]:
+    """Leave the libraries' objects out of garbage collections: tests of leaks force hundreds.
+
+    Fine-tuning takes them in again as it ends; here that is for the end of the module.
+    """
     gc.collect()
     gc.freeze()
+    before, unfreeze = gc.get_freeze_count(), gc.unfreeze
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+    if gc.get_freeze_count() > before:  # what was trained
+        unfreeze()
 
 
 @pytest.fixture

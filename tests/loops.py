@@ -272,11 +272,6 @@ def often(program: Program, num_times: int = NUM_TIMES) -> Program:
     return repeated
 
 
-def of_the_first(facts: Facts) -> Facts:
-    """Of a program that ran ``often``: what it gave for the first time."""
-    return {name: fact for name, fact in facts.items() if name.startswith("result, 0, ")}
-
-
 def observe(model: Model, program: Program) -> Facts:
     """Run a program in training mode: what it returns, gradients, the random state at its end."""
     model.train()

@@ -1,5 +1,6 @@
 """What the tests of equal bits share: resident runs and checkpoints, each made once a session."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,9 @@ def judge() -> Iterator[campaign.Judge]:
     """Judges programs in the fuzzer's language; its deep copies of models are faster ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tools.fuzz.models._copied", copied)
-        yield campaign.make_judge()
+        judge = campaign.make_judge()
+        # The models that are kept are not looked through for leaks.
+        yield lambda program: gc.freeze() or judge(program)
 
 
 @pytest.fixture

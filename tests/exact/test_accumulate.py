@@ -7,7 +7,7 @@ import copy
 import gc
 import itertools
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,11 +240,11 @@ def test_programs_with_a_head_on_the_host(which: str, monkeypatch: Patch) -> Non
 
 
 def test_a_group_loads_each_block_once_a_pass() -> None:
-    size, groups = 3, (1, 2, 3)  # the first of its kind goes alone
+    groups = (1, 2, 3)  # the first of its kind goes alone
     with AdversarialPrepare().watching() as prepare:
         model = prepare(training(), slots=2)
-        found = train(model, sizes=(size, size))
-    assert same(found, train(training(), together=False, sizes=(size, size)))
+        found = train_threes(model)
+    assert same(found, expected())
     visits = [
         (block, phase)
         for number in groups
@@ -271,10 +271,10 @@ def test_replayed_visits_of_a_reference_between() -> None:
             reference = model(input_ids=tokens, use_cache=False).logits.float()
         return (policy - reference).pow(2).mean() + policy.logsumexp(-1).mean()
 
-    run: Any = {"sizes": (4,) * 6, "lengths": (12, 20, 12, 9), "loss": loss}
-    expected = train(adapted(), False, **run)
+    run: Any = {"sizes": (4,) * 4, "lengths": (12, 20, 12, 9), "loss": loss}
+    resident = train(adapted(), False, **run)
     model, captures, _ = recorded(adapted(), **KEPT)
-    assert same(train(model, **run), expected) and captures.num_replays > 10
+    assert same(train(model, **run), resident) and captures.num_replays > 10
 
 
 def test_a_model_that_is_not_prepared_no_micro_batches_and_no_gradients() -> None:
@@ -287,14 +287,13 @@ def test_a_model_that_is_not_prepared_no_micro_batches_and_no_gradients() -> Non
         poros.accumulate(model, [{"input_ids": tokens, "labels": tokens}] * 2)
 
 
-THREE_EACH = (3,) * 4
-"""So that visits are replayed."""
-train_threes = partial(loops.train, sizes=THREE_EACH[:3])
+train_threes = partial(loops.train, sizes=(3, 3))
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[torch.Tensor]:
-    return train_threes(training(), together=False)
+@cache
+def expected(**run: Any) -> list[torch.Tensor]:
+    """What a resident model computes, one micro-batch after the other."""
+    return train_threes(training(), together=False, **run)
 
 
 class Counted:
@@ -316,15 +315,13 @@ class Counted:
         patch.setattr(dense_memory, "dequantize_into", shared)
 
 
-def test_each_weight_is_made_dense_once_a_group_and_pass(
-    expected: list[torch.Tensor], monkeypatch: Patch
-) -> None:
+def test_each_weight_is_made_dense_once_a_group_and_pass(monkeypatch: Patch) -> None:
     counted = Counted(monkeypatch)
     model = prepare_plain(training(), slots=2, share_dense=True, self_check="off")
-    assert same(train_threes(model), expected)
-    assert num_groups(model) == 3 and reasons(model) == []
+    assert same(train_threes(model), expected())
+    assert num_groups(model) == 2 and reasons(model) == []
     # Seven matrices, forward and backward; the last layer's are still there at the turn.
-    assert counted.num_shared == 3 * 7 * (2 * NUM_LAYERS - 1)
+    assert counted.num_shared == 2 * 7 * (2 * NUM_LAYERS - 1)
     # On a CPU the forward is bitsandbytes' own: what asks is the gradient of the input, which q, k
     # and v of the first layer have not, in the micro-batch that is watched by itself.
     assert counted.num_single == 7 * NUM_LAYERS - 3
@@ -352,19 +349,18 @@ def test_a_copied_weight_is_no_part_of_what_is_shared(monkeypatch: Patch) -> Non
 
 def test_without_sharing_each_micro_batch_makes_weights_dense(monkeypatch: Patch) -> None:
     counted = Counted(monkeypatch)
-    train_threes(on_tapes(training(), slots=2), sizes=THREE_EACH)
+    train_threes(on_tapes(training(), slots=2))
     assert counted.num_shared == 0
     # In what is recorded at least, whose gradient is ours on a CPU too.
-    assert counted.num_single >= THREE_EACH[0] * NUM_LAYERS
+    assert counted.num_single >= 3 * NUM_LAYERS
 
 
 @pytest.mark.parametrize("keep_last", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_recorded_visits_that_share_dense_weights(keep_last: int) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
     run: Any = {"sizes": (3, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
-    expected = train_threes(training(), together=False, **run)
     model, captures, _ = recorded(training(), slots=3, keep_last=keep_last, share_dense=True)
-    assert same(train_threes(model, **run), expected) and num_groups(model) == 5
+    assert same(train_threes(model, **run), expected(**run)) and num_groups(model) == 5
     kinds = {
         form.dense_address is not None
         for forms in captures._forms.values()
@@ -388,8 +384,7 @@ def test_what_one_micro_batch_shows_holds_for_those_together_and_in_another_room
             poros.runtime(model).resize(ResidencyPlan(3 if number == 1 else 2, 0))
 
     run: Any = {"sizes": (3,) * 6, "lengths": (12,)}
-    expected = train_threes(training(), together=False, **run)
-    assert same(train_threes(model, **run, between=move), expected)
+    assert same(train_threes(model, **run, between=move), expected(**run))
     # One visit that shows it; in each room a forward and a backward beside those compared.
     assert [each // NUM_LAYERS for each in eager] == [0, 3, 5, 5, 7, 7]
 
@@ -400,13 +395,13 @@ def test_a_group_leaves_nothing_to_the_collector_of_python() -> None:
     runtime = poros.runtime(model)
     gc.disable()
     try:
-        train_threes(model, sizes=(3, 3))
+        train_threes(model)
         slots = [runtime.ring.slot(block).buffer.untyped_storage() for block in range(2)]
         before = list(map(StorageWeakRef, slots))
         del slots
         assert not any(each.expired() for each in before)
         runtime.resize(ResidencyPlan(3, 0))
-        train_threes(model, sizes=(3, 3))
+        train_threes(model)
         assert all(each.expired() for each in before)
     finally:
         gc.enable()
@@ -429,22 +424,22 @@ def test_a_recording_reads_dense_weights_where_its_calls_share_them() -> None:
         layer.assuming_dense(1)
 
 
-def test_a_smaller_budget_goes_without_dense_weights(expected: list[torch.Tensor]) -> None:
+def test_a_smaller_budget_goes_without_dense_weights() -> None:
     model = prepare_plain(training(), slots=2, share_dense=True)
     runtime, sizes = poros.runtime(model), list[int]()
 
     def switch_off(model: Model, number: int) -> None:
-        runtime.sizer.shares_dense = number < 2
+        runtime.sizer.shares_dense = number < 1
         sizes.append(runtime.device_num_bytes)
 
-    assert same(train_threes(model, between=switch_off), expected)
-    assert sizes[0] == runtime.device_num_bytes < sizes[2]
+    assert same(train_threes(model, between=switch_off), expected())
+    assert sizes[0] == runtime.device_num_bytes < sizes[1]
 
 
-def test_no_memory_for_dense_weights(expected: list[torch.Tensor], monkeypatch: Patch) -> None:
+def test_no_memory_for_dense_weights(monkeypatch: Patch) -> None:
     monkeypatch.setattr(DenseLayer, "allocate", raising(torch.OutOfMemoryError, "none"))
     model = prepare_plain(training(), slots=2, share_dense=True)
-    assert same(train_threes(model), expected) and num_groups(model) == 3
+    assert same(train_threes(model), expected()) and num_groups(model) == 2
 
 
 # ------------------------------------------------------------------------------------ faults
@@ -474,10 +469,10 @@ def before_the_block_is_there(genuine: Any, self: LayerBody) -> Any:
 @pytest.mark.parametrize("fault", [never_filled_again, before_the_block_is_there])
 def test_control_a_fault_of_dense_weights_shows(fault: Plant, monkeypatch: Patch) -> None:
     """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
-    expected = train_threes(training(), together=False, sizes=THREE_EACH)
+    run: Any = {"sizes": (3,) * 4}  # so that visits are replayed
+    genuine = expected(**run)
     fault(monkeypatch)
-    model = on_tapes(training(), share_dense=True)
-    assert not same(train_threes(model, sizes=THREE_EACH), expected)
+    assert not same(train_threes(on_tapes(training(), share_dense=True), **run), genuine)
 
 
 # Faults of groups: each one shows, or is made good.

@@ -2,7 +2,9 @@
 
 import io
 import json
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def test_rows_and_checkpoint_are_those_of_a_user(folder: Path) -> None:
 
 
 def test_a_flipped_bit_is_a_failure(
-    demo: DemoReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo: DemoReport, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In host memory, where the self-check would stop it; here the comparison has to see it."""
     genuine = poros.prepare
@@ -67,6 +69,11 @@ def test_a_flipped_bit_is_a_failure(
         return model
 
     monkeypatch.setattr(poros, "prepare", prepare)
+    rows, base = folder / "rows.jsonl", folder / "base"
+    monkeypatch.setattr("poros.examples.demo.write_rows", partial(shutil.copy, rows))
+    monkeypatch.setattr(
+        "poros.examples.demo.write_base", lambda place, *_: shutil.copytree(base, place)
+    )
     report = small_demo(tmp_path, 1)
     assert not report.is_exact and not report.passed
     assert losses(report.resident)[0] == losses(demo.resident)[0], "it repeats itself"

@@ -40,7 +40,6 @@ from tests.loops import (
     step,
     train,
     trained,
-    with_kernels,
 )
 from tests.support import AdversarialPrepare, same_bits
 
@@ -77,17 +76,16 @@ def double(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
     return result * 2
 
 
-def changed_by_fused(model: Model, around: Callable[[], Any] = nullcontext) -> list[str]:
-    return differences(step(model, around), with_kernels(model, around))
-
-
-def of_fused(model: Model, around: Callable[[], Any]) -> tuple[int, dict[str, int]]:
-    """Calls with an operator of ours, and the others by reason."""
+def fused(
+    model: Model, around: Callable[[], Any] = nullcontext
+) -> tuple[list[str], int, dict[str, int]]:
+    """What our operators change of a step; calls with one of them, and the others by reason."""
+    plain = step(model, around)
     tally = tally_of(poros.use_adapter_kernels(model))
-    step(model, around)
+    found = step(model, around)
     poros.restore(model)
     assert tally is not None
-    return tally.num_fused, dict(tally.unfused)
+    return differences(plain, found), tally.num_fused, dict(tally.unfused)
 
 
 @pytest.mark.cover("pairs")
@@ -105,9 +103,8 @@ def test_fused_kernels_change_no_bit(
     run = {"dtype": dtype, "quantize": quantize, **options, "target_modules": targets}
     run.pop("targets", None)
     model = adapted(architecture, **run)
-    assert changed_by_fused(model, around) == []
     num_adapted = sum(hasattr(module, "lora_A") for module in model.modules())
-    assert of_fused(model, around) == (num_adapted, {}) and num_adapted >= 2
+    assert fused(model, around) == ([], num_adapted, {}) and num_adapted >= 2
 
 
 def dora_with_hooks(model: Model) -> None:
@@ -167,15 +164,15 @@ def test_what_programs_do_to_modules_has_the_bits_of_peft(case: str) -> None:
     change, reason = PROGRAMS[case]
     model, around = adapted(), bf16 if case.endswith("autocast") else nullcontext
     change(model)
-    assert changed_by_fused(model, around) == []
-    assert not reason or of_fused(model, around) == (0, {reason: 14})
+    changed, *counted = fused(model, around)
+    assert changed == [] and (not reason or counted == [0, {reason: 14}])
 
 
 def test_control_a_wrong_operator_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         lora, "add_scaled", lambda result, added, how: result + added.to(result.dtype) * how.scaling
     )
-    assert "loss" in changed_by_fused(adapted(lora_alpha=5))
+    assert "loss" in fused(adapted(lora_alpha=5))[0]
 
 
 def test_control_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +183,7 @@ def test_control_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         "apply",
         lambda result, input, b, a, *rest: genuine(result, input, b[...], a[...], *rest),
     )
-    assert changed_by_fused(adapted()) == ["order"]
+    assert fused(adapted())[0] == ["order"]
 
 
 # Others: which model, and which adapters.

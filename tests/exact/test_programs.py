@@ -33,7 +33,6 @@ from tests.loops import (
     in_order,
     layers_of,
     observe,
-    of_the_first,
     often,
     resident_facts,
     run,
@@ -174,11 +173,10 @@ def rows(is_checked: bool) -> Any:
 
 @rows(is_checked=True)
 def test_a_program_is_exact(row: Row) -> None:
-    program = in_order(row.program)
-    expected = of_the_first(resident_facts(row.subject, often(program, row.num_times)))
+    program = often(in_order(row.program), 1)
+    expected = resident_facts(row.subject, program)
     model = poisoned(row.subject(), **{"self_check": "strict", **row.policy})
-    found = of_the_first(observe(model, often(program, 1)))
-    assert expected and changes(expected, found) == {}
+    assert changes(expected, observe(model, program)) == {}
 
 
 @rows(is_checked=False)

@@ -16,6 +16,7 @@ from tests.finetune.arms import arm
 from tests.finetune.subjects import at_step, recipe_of, rows, run, write_rows
 
 Model = Any
+UNFREEZE = gc.unfreeze
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
@@ -36,6 +37,7 @@ def test_tokens_are_counted(
         memory__slots=2,
         output__folder=tmp_path / "run",
     )
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
     gc.unfreeze()  # as the tests do not have it, but processes of users
     trained = run(recipe)
     assert min(frozen) > 10_000 and gc.get_freeze_count() == 0

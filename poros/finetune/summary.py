@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from rich.console import Console
     from rich.text import Text
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from poros.planning.formula import MemoryPlan
 
@@ -33,9 +33,16 @@ class Size(NamedTuple):
 
 
 def planned(
-    recipe: Recipe, size: Size, adapter: "PeftConfig", device: "torch.device"
+    recipe: Recipe,
+    size: Size,
+    config: "PreTrainedConfig",
+    adapter: "PeftConfig",
+    device: "torch.device",
 ) -> "MemoryPlan | str":
     """Plan a step of the run; return the reason if that is impossible.
+
+    Args:
+        config: Names the class of the model in its ``architectures``, if that is a reward model.
 
     Raises:
         VRAMBudgetError: If the budget is too small.
@@ -50,9 +57,8 @@ def planned(
     training, memory, chosen = recipe.training, recipe.memory, recipe.model
     if memory.resident:
         return "not streamed: the whole base is on the device"
-    if training.method == "reward":
-        return "not planned: a plan is for language models; poros.prepare keeps to the budget"
-    rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
+    answers = 2 if training.method in ("dpo", "reward") else 1  # of a row, side by side
+    rows = training.per_device_train_batch_size * answers
     together = training.gradient_accumulation_steps
     budget: str | int | None = memory.vram
     card = None
@@ -62,7 +68,7 @@ def planned(
             budget = free_budget(device)  # as poros.prepare does
     try:
         return plan(
-            chosen.source,
+            config,
             lora=adapter,
             quantization=None if chosen.quantization == "none" else chosen.quantization,
             dtype=DTYPES[chosen.dtype],

@@ -70,7 +70,7 @@ def plain(recipe: Recipe, *_: Any) -> Any:
     base = plain_base(recipe.model.source)
     base.config.use_cache = False
     set_seed(recipe.training.seed)
-    return get_peft_model(base, adapter_config(recipe))
+    return get_peft_model(base, adapter_config(recipe, base))
 
 
 KINDS = ("sft, packed", "sft, padded", "dpo", "kto")

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import AutoConfig
 
 from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune import summary
-from poros.finetune.adapters import adapter_config
 from poros.finetune.trainers import num_warmup_steps
 from poros.recipes.reading import read_recipe
 from poros.reporting.events import read_run
 from poros.utils import devices
 from tests.command import poros_command, text
-from tests.finetune.subjects import announced, recipe_of, run, write_rows
+from tests.finetune.subjects import announced, recipe_of, run, write_model, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,8 +89,31 @@ def test_the_free_memory_of_the_gpu_is_the_budget_if_none_is_given(
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     recipe = recipe_of(**source, **memory)
     size = summary.Size(row_length=64, num_rows=8, num_steps=1, num_validation=0)
-    plan = summary.planned(recipe, size, adapter_config(recipe), torch.device("cuda"))
+    config = AutoConfig.from_pretrained(model)
+    adapter = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    plan = summary.planned(recipe, size, config, adapter, torch.device("cuda"))
     assert not isinstance(plan, str) and plan.vram_budget == expected
+
+
+def test_an_adapter_on_the_embedding_is_noted(
+    model: Path, data: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """In words of ours, and before a run: what is saved, and what is not merged."""
+    tied = write_model(tmp_path / "tied", architecture="gemma3_text")
+    options = (str(data / "text.jsonl"), "--max-length", "64", "--target-modules", "embed_tokens")
+    out = ("--out", str(tmp_path / "run"))
+    result = poros_command("finetune", str(tied), *options, *out, "--dry-run")
+    said = " ".join(text(result).split())
+    assert result.exit_code == 0 and "`poros merge` does not merge it" in said, said
+    merged = ("--merged", str(tmp_path / "merged"))
+    result = poros_command("finetune", str(tied), *options, *out, *merged)
+    assert result.exit_code == 2 and "--merged: output.merged: expected" in text(result)
+    assert not (tmp_path / "run").exists()
+    result = poros_command("finetune", str(model), *options, *out, *merged, "--steps", "1")
+    said = " ".join(text(result).split())
+    assert result.exit_code == 0 and "PEFT saves that with it, as a whole" in said, said
+    assert "does not merge it" not in said and (tmp_path / "merged").is_dir()
+    assert [each for each in recwarn if "peft" in each.filename] == []
 
 
 WRITTEN: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -136,6 +136,29 @@ def test_a_command_says_nothing_on_the_error_stream() -> None:
     assert (done.returncode, done.stderr) == (0, "") and "families:" in done.stdout
 
 
+QUICKLY = """
+import gc, sys
+from poros.cli.imports import quick_imports
+with quick_imports():
+    import poros.finetune.run, torch
+    import bitsandbytes.backends.default.ops
+    twice = torch.compile(lambda number: 2 * number, backend="eager")
+    assert not gc.isenabled()
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+assert "torch._inductor.compile_fx" not in sys.modules, "the compiler"
+assert torch.compile.__module__ == "torch" and twice(torch.tensor(3)) == 6
+torch.compile(twice)
+assert "torch._inductor.compile_fx" in sys.modules
+"""
+
+
+def test_commands_import_no_compiler() -> None:
+    """Control: to compile imports it."""
+    pytest.importorskip("trl", reason="poros finetune trains with TRL")
+    done = run_python(QUICKLY)
+    assert done.returncode == 0, done.stderr
+
+
 # poros check and poros demo
 
 CHECKS: dict[str, tuple[tuple[str, ...], int, str]] = {

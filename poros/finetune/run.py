@@ -10,6 +10,8 @@ from huggingface_hub import is_offline_mode
 from trl import pack_dataset
 
 import poros
+from poros.api import prepare_with
+from poros.config import StreamingPolicy
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from rich.console import Console
     from transformers import PreTrainedConfig, Trainer
+
+    from poros.planning.planner import Planner
 
 
 class Interrupted(PorosError, InterruptedError):
@@ -176,12 +180,13 @@ def finetune(
     if run.checkpoint is not None:
         what = "finished" if finished(given) else "going on"
         notes.append(f"{what} after step {run.step} of {size.num_steps}")
-    plan = summary.planned(recipe, size, config, adapter, device)
+    planner = summary.planner_of(recipe, config, adapter)
+    plan = summary.planned(recipe, size, planner, device)
     summary.show(console, recipe, plan, size, rows[TOKENS], tokens, kernels, notes)
     if is_dry:
         return None
     with lock_run_dir(given, digests, computed_on) as run:
-        model = _model(recipe, adapter, device, run)
+        model = _model(recipe, adapter, device, run, planner)
         trainer = make_trainer(
             *(recipe, arguments, model, processor or tokenizer, dataset, evaluated),
             row_length=row_length,
@@ -312,7 +317,13 @@ def _train(recipe: Recipe, run: RunFolder, trainer: "Trainer", total: int) -> Pa
     return _save(recipe, trainer, run)
 
 
-def _model(recipe: Recipe, adapter: "PeftConfig", device: torch.device, run: RunFolder) -> Any:
+def _model(
+    recipe: Recipe,
+    adapter: "PeftConfig",
+    device: torch.device,
+    run: RunFolder,
+    planner: "Planner",
+) -> Any:
     """Load the base and attach a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
@@ -346,7 +357,8 @@ def _model(recipe: Recipe, adapter: "PeftConfig", device: torch.device, run: Run
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
     kernels = recipe.adapter_kernels(device.type)
-    return poros.prepare(model, **room, adapter_kernels=kernels, device=device)
+    policy = StreamingPolicy().override(**room, adapter_kernels=kernels, device=device)
+    return prepare_with(model, policy, planner=planner)
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from poros.planning.formula import MemoryPlan
+    from poros.planning.planner import Planner
 
 
 class Size(NamedTuple):
@@ -32,29 +33,41 @@ class Size(NamedTuple):
     num_validation: int
 
 
-def planned(
-    recipe: Recipe,
-    size: Size,
-    config: "PreTrainedConfig",
-    adapter: "PeftConfig",
-    device: "torch.device",
-) -> "MemoryPlan | str":
-    """Plan a step of the run; return the reason if that is impossible.
+def planner_of(recipe: Recipe, config: "PreTrainedConfig", adapter: "PeftConfig") -> "Planner":
+    """Make a planner of a recipe's model.
 
     Args:
         config: Names the class of the model in its ``architectures``, if that is a reward model.
+    """
+    from poros.kernels.nf4 import DTYPES
+    from poros.planning.planner import Planner
+
+    chosen = recipe.model
+    return Planner(
+        config,
+        lora=adapter,
+        quantization=None if chosen.quantization == "none" else chosen.quantization,
+        dtype=DTYPES[chosen.dtype],
+        adapter_dtype=DTYPES[recipe.adapter.dtype],
+        vision=chosen.vision,
+    )
+
+
+def planned(
+    recipe: Recipe, size: Size, planner: "Planner", device: "torch.device"
+) -> "MemoryPlan | str":
+    """Plan a step of the run; return the reason if that is impossible.
 
     Raises:
         VRAMBudgetError: If the budget is too small.
     """
     import torch
 
-    from poros.kernels.nf4 import DTYPES
     from poros.planning.cards import card_of
-    from poros.planning.planner import plan
+    from poros.planning.request import PlanRequest
     from poros.utils.devices import free_budget
 
-    training, memory, chosen = recipe.training, recipe.memory, recipe.model
+    training, memory = recipe.training, recipe.memory
     if memory.resident:
         return "not streamed: the whole base is on the device"
     answers = 2 if training.method in ("dpo", "reward") else 1  # of a row, side by side
@@ -67,13 +80,7 @@ def planned(
         if budget is None and memory.slots is None:
             budget = free_budget(device)  # as poros.prepare does
     try:
-        return plan(
-            config,
-            lora=adapter,
-            quantization=None if chosen.quantization == "none" else chosen.quantization,
-            dtype=DTYPES[chosen.dtype],
-            adapter_dtype=DTYPES[recipe.adapter.dtype],
-            vision=chosen.vision,
+        request = PlanRequest.of(
             seq_len=size.row_length,
             batch_size=rows,
             accumulation=together,
@@ -86,6 +93,7 @@ def planned(
             speeds=card and card.speeds(rows * size.row_length),
             adapter_kernels=recipe.adapter_kernels(device.type),
         )
+        return planner.plan(request)
     except (PolicyError, UnsupportedModelError) as error:
         return f"not planned: {error}"
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune import summary
 from poros.finetune.trainers import num_warmup_steps
+from poros.planning.cost_model import CostModel
 from poros.recipes.reading import read_recipe
 from poros.reporting.events import read_run
 from poros.utils import devices
@@ -91,7 +92,8 @@ def test_the_free_memory_of_the_gpu_is_the_budget_if_none_is_given(
     size = summary.Size(row_length=64, num_rows=8, num_steps=1, num_validation=0)
     config = AutoConfig.from_pretrained(model)
     adapter = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    plan = summary.planned(recipe, size, config, adapter, torch.device("cuda"))
+    planner = summary.planner_of(recipe, config, adapter)
+    plan = summary.planned(recipe, size, planner, torch.device("cuda"))
     assert not isinstance(plan, str) and plan.vram_budget == expected
 
 
@@ -163,6 +165,25 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     run(recipe)
     assert read_run(tmp_path / "run").values("learning_rate") == [(1, 2e-4)]
     assert [num_warmup_steps(recipe, steps) for steps in (1, 33, 34, 100)] == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_run_takes_its_costs_from_the_summary(
+    is_alike: bool, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: a model with another adapter than was planned is counted anew."""
+    made: list[object] = []
+    genuine = CostModel.__init__
+    monkeypatch.setattr(
+        CostModel, "__init__", lambda self, recipe: (made.append(self), genuine(self, recipe))[1]
+    )
+    if not is_alike:
+        planner_of, other = summary.planner_of, LoraConfig(r=2, target_modules="all-linear")
+        monkeypatch.setattr(summary, "planner_of", lambda *given: planner_of(*given[:2], other))
+    source = {"model__source": model, "data__source": data / "text.jsonl"}
+    options = {"training__max_length": 64, "training__max_steps": 1, "memory__vram": "1GiB"}
+    run(recipe_of(**source, **options, output__folder=tmp_path / "run"))
+    assert len(made) == (1 if is_alike else 2)
 
 
 def targets(names: str, what: str) -> tuple[dict[str, Any], type[Exception], str]:

@@ -192,7 +192,7 @@ def _estimate(
         card = card_of(torch.cuda.get_device_name(device)) if is_gpu else None
         if not planner and living is not None:
             # There what steps take is measured, too.
-            planned = Planner if earlier is None else earlier.of
+            planned = Planner if earlier is None else earlier.for_model
             planner.append(planned(living, counts_all=is_gpu))
         request = PlanRequest(
             **shape._asdict(),

@@ -2,9 +2,10 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial, wraps
+from types import FunctionType
 from typing import Any
 
 
@@ -12,10 +13,10 @@ from typing import Any
 def quick_imports() -> Iterator[None]:
     """Import torch and what needs it quickly in the body, if this process has not done so yet.
 
-    Libraries make no garbage as they are imported, so none is looked for. What they have torch
-    compile meanwhile is compiled when it is called first. bitsandbytes does so, for devices and
-    shapes that it has no kernels of its own for; the compiler is hundreds of modules, which take
-    seconds to import.
+    Libraries make no garbage as they are imported, so none is looked for. Functions that they
+    have torch compile meanwhile are compiled when they are called first. bitsandbytes has some, for
+    devices and shapes without a kernel; the compiler is hundreds of modules, which take seconds to
+    import.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -25,11 +26,18 @@ def quick_imports() -> Iterator[None]:
 
     compile_now = torch.compile
 
-    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        compiled = cache(lambda: compile_now(function, **options))
-        return lambda *args, **kwargs: compiled()(*args, **kwargs)
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if not isinstance(model, FunctionType):
+            return compile_now(model, **options)
+        compiled = cache(partial(compile_now, model, **options))
 
-    torch.compile = compile_later  # type: ignore[assignment]
+        @wraps(model)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = compile_later
     try:
         yield
     finally:

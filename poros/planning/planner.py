@@ -71,8 +71,9 @@ def plan(
     several plans of one model.
 
     Args:
-        source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
-            PEFT model (whose own adapters and quantization replace ``rank`` and ``lora``).
+        source: A folder or hub name with a ``config.json``, a configuration (one whose
+            ``architectures`` name a classifier is planned as such), or a transformers or PEFT
+            model (whose own adapters and quantization replace ``rank`` and ``lora``).
         seq_len: Tokens per row; the plan assumes full rows.
         batch_size: Rows per micro-batch.
         rank: LoRA rank on every linear layer of the language model except routers.
@@ -139,7 +140,7 @@ class Planner:
             self._recipe = Recipe.of(source, **of_model)
         self._known: CostModel | None = None
 
-    def of(self, model: nn.Module, **of_model: Any) -> "Planner":
+    def for_model(self, model: nn.Module, **of_model: Any) -> "Planner":
         """Return a planner of the model in memory that this one's configuration has become.
 
         What is known of that is kept, if the model is as it was planned: with the same modules,

@@ -20,9 +20,10 @@ from poros.loaders.source import CONFIG, GENERATION
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
 
+CLASSIFIER = "AutoModelForSequenceClassification"
 AUTO_CLASSES = {
     "AutoModel": "MODEL_MAPPING",
-    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    CLASSIFIER: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
 """Auto classes for other models than language models, with the mapping that each looks up."""
 
@@ -187,12 +188,18 @@ def model_class_of(config: Any, auto_class: str | None = None) -> tuple[Any, Any
     return chosen, config
 
 
-def refuse_classifier(config: "PreTrainedConfig", path: Path) -> None:
-    """Refuse to drop the head of a classifier without a word, by UnsupportedModelError."""
+def classifier_of(config: Any) -> Any:
+    """The class of a classifier or reward model that ``architectures`` names; None if none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if known and known.__name__ in (config.architectures or ()):
+    return known if known and known.__name__ in (config.architectures or ()) else None
+
+
+def refuse_classifier(config: "PreTrainedConfig", path: Path) -> None:
+    """Refuse to drop the head of a classifier without a word, by UnsupportedModelError."""
+    known = classifier_of(config)
+    if known is not None:
         raise UnsupportedModelError(
             f"{shown(path / CONFIG)}: expected a language model, found architectures of "
             f"{known.__name__}; pass auto_class=AutoModelForSequenceClassification to poros.load, "

@@ -88,10 +88,13 @@ def prepare_with(
     streams: StreamContext | None = None,
     recorder: Recorder | None = None,
     goes_by_records: bool = True,
+    planner: "Planner | None" = None,
 ) -> ModelT:
     """``prepare`` with streams and recorder given.
 
-    ``goes_by_records`` is False for the gate, which writes the registry.
+    Args:
+        goes_by_records: False for the gate, which writes the registry.
+        planner: Has planned steps of the configuration that the model was made from.
     """
     show_info_by_default()
     existing = find_runtime(model)
@@ -115,7 +118,7 @@ def prepare_with(
         if policy.cuda_graphs and device.type != "cuda" and recorder is None:
             raise PolicyError(f"cuda_graphs: expected a GPU to record them on, found {device}")
         settle(device)
-        estimate = _estimate(model, policy, device)
+        estimate = _estimate(model, policy, device, planner)
         runtime = Runtime(
             model, inventory, policy, streams or streams_for(device), estimate, recorder
         )
@@ -170,7 +173,9 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     runtime.watch_with(check)
 
 
-def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -> Estimate:
+def _estimate(
+    model: nn.Module, policy: StreamingPolicy, device: torch.device, earlier: "Planner | None"
+) -> Estimate:
     """Estimates of a step of ``model``, from what ``poros.plan`` does."""
     reference = weakref.ref(model)  # which holds this
     planner: list[Planner] = []
@@ -187,7 +192,8 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
         card = card_of(torch.cuda.get_device_name(device)) if is_gpu else None
         if not planner and living is not None:
             # There what steps take is measured, too.
-            planner.append(Planner(living, counts_all=is_gpu))
+            planned = Planner if earlier is None else earlier.for_model
+            planner.append(planned(living, counts_all=is_gpu))
         request = PlanRequest(
             **shape._asdict(),
             policy=policy.override(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from poros.cli.imports import quick_imports
 from poros.cli.shared import readable_errors
 from poros.config import LEAST_BUDGET, parse_num_bytes
 
@@ -36,9 +37,10 @@ def chat(
     /reset clears the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer.
     """
     with readable_errors(_OPTIONS):
-        from poros.cli.conversation import Chat, questions
-        from poros.merging.base import base_to_load
-        from poros.merging.saved_adapter import SavedAdapter, adapter_folder
+        with quick_imports():
+            from poros.cli.conversation import Chat, questions
+            from poros.merging.base import base_to_load
+            from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 
         if vram is not None:
             parse_num_bytes(vram, "vram_budget", at_least=LEAST_BUDGET)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from poros.cli.imports import quick_imports
 from poros.cli.shared import NOT_HELD, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import UnsupportedModelError, quoted
@@ -73,8 +74,9 @@ def check(
         if out is not None:
             require_file(out, "--out")
 
-    from poros.gates import parity
-    from poros.gates.report import render
+    with quick_imports():
+        from poros.gates import parity
+        from poros.gates.report import render
 
     given = {"num_steps": steps, "adapter": adapter}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -1,15 +1,14 @@
 """``poros finetune``: from a data set to an adapter."""
 
-import gc
 import inspect
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from poros.cli.imports import quick_imports
 from poros.cli.merge import merge_with_bar
 from poros.cli.shared import field_and_value, readable_errors
 from poros.errors import RecipeError, quoted
@@ -113,18 +112,13 @@ def _trained(recipe: Recipe, *, is_dry: bool, num_shown: int) -> Path | None:
     from poros.finetune.data import read_data
 
     train, validation = read_data(recipe)
-    is_first = gc.isenabled() and "transformers" not in sys.modules
-    if is_first:
-        gc.disable()  # libraries make no garbage as they are imported, and looking takes a while
-    import datasets
-    from rich.console import Console
-    from transformers import logging
+    with quick_imports():
+        import datasets
+        from rich.console import Console
+        from transformers import logging
 
-    from poros.finetune.run import Interrupted, finetune
+        from poros.finetune.run import Interrupted, finetune
 
-    if is_first:
-        gc.freeze()  # modules stay; a later look leaves them out
-        gc.enable()
     logging.set_verbosity_error()
     datasets.disable_progress_bars()  # one for each short pass
     try:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from poros.cli.imports import quick_imports
 from poros.cli.shared import DtypeName, dtype_name, readable_errors
 from poros.errors import PolicyError, quoted
 from poros.loaders.names import require_source
@@ -73,7 +74,8 @@ def load(
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.manifest.slabs)} layers, every byte is as written")
             return
-        from poros.loaders.load import load as load_model
+        with quick_imports():
+            from poros.loaders.load import load as load_model
 
         if quantization == "none":
             given["quantization"] = None

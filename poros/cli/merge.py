@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from poros.cli.imports import quick_imports
 from poros.cli.shared import DtypeName, dtype_named, readable_errors
 
 
@@ -36,7 +37,8 @@ def merge_with_bar(adapter: Path, out: Path, **options: Any) -> None:
     """As ``poros.merging.merge.merge``, with a bar on a terminal."""
     from rich.progress import Progress
 
-    from poros.merging.merge import merge as run
+    with quick_imports():
+        from poros.merging.merge import merge as run
 
     with Progress(transient=True) as bar:
         task = bar.add_task("merging", total=None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from poros.cli.imports import quick_imports
 from poros.cli.shared import (
     NOT_HELD,
     DtypeName,
@@ -114,16 +115,18 @@ def plan(
         optimizer_cost(request, ())  # raises here if the optimizer is unknown
     from rich.console import Console
 
-    if "torch" not in sys.modules:
-        # This process ends before there is garbage. Looking for it takes a third of the time.
-        gc.disable()
-        atexit.register(gc.freeze)
+    is_alone = "torch" not in sys.modules
     # Imports and plans take seconds. Without a terminal, the status shows nothing.
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
-        from poros.host.limits import host_memory
-        from poros.planning.planner import Planner
-        from poros.planning.report import fit_report, format_report
+        with quick_imports():
+            from poros.host.limits import host_memory
+            from poros.planning.planner import Planner
+            from poros.planning.report import fit_report, format_report
 
+        if is_alone:
+            # This process ends before there is garbage. Looking for it takes a third of the time.
+            gc.disable()
+            atexit.register(gc.freeze)
         planner = Planner(
             model,
             rank=rank,

@@ -51,10 +51,13 @@ def quieten_libraries() -> None:
     """Silence messages that a user of these commands cannot act on. Called before the imports.
 
     Without an optional package, bitsandbytes logs that it uses its own CPU kernel. PEFT asks
-    transformers for a property by its former name.
+    transformers for a property by its former name. What it says of adapters on embeddings,
+    ``poros finetune`` says before a run.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_notice_of_kernels)
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+    for said in ("Setting `save_embedding_layers`", "Model has `tie_word_embeddings=True`"):
+        warnings.filterwarnings("ignore", message=said, category=UserWarning)
 
 
 def _is_no_notice_of_kernels(record: logging.LogRecord) -> bool:

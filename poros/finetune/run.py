@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import is_offline_mode
 from trl import pack_dataset
 
 import poros
+from poros.api import prepare_with
+from poros.config import StreamingPolicy
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
@@ -29,12 +32,20 @@ from poros.finetune.resuming import (
 )
 from poros.finetune.summary import Size
 from poros.finetune.tokens import Tokens, image_collator, load_tokenizer, tokenize
-from poros.finetune.trainers import Stopping, few_updates, make_arguments, make_trainer, num_steps
+from poros.finetune.trainers import (
+    Stopping,
+    few_updates,
+    make_arguments,
+    make_trainer,
+    num_steps,
+    require_metric,
+)
 from poros.io.writing import partial_folder, put_in_place, writing
 from poros.kernels import packed_attention
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.settings import (
+    CLASSIFIER,
     configuration,
     model_class_of,
     refuse_classifier,
@@ -52,10 +63,11 @@ from poros.utils.devices import default_device, usable_device
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from peft import PeftConfig
     from rich.console import Console
     from transformers import PreTrainedConfig, Trainer
 
-REWARD_CLASS = "AutoModelForSequenceClassification"
+    from poros.planning.planner import Planner
 
 
 class Interrupted(PorosError, InterruptedError):
@@ -100,17 +112,17 @@ def finetune(
     """
     device = _device(recipe)
     given = recipe
-    config = _configuration(recipe)
+    config, adapter, notes = _configuration(recipe)
     has_images = train.has_images or bool(validation and validation.has_images)
     if has_images:
         require_images(recipe, config)
-    recipe, notes, vocab_size = _fit_to_model(recipe, config, has_images=has_images)
+    recipe, fitted, vocab_size = _fit_to_model(recipe, config, has_images=has_images)
     recipe, kernels = choose_liger(recipe, config, device)
     processor = load_processor(recipe) if has_images else None
     tokenizer = load_tokenizer(recipe, train.form, processor)
     images = None if processor is None else image_collator(processor, recipe)
     source = Path(recipe.model.source).expanduser()
-    if source.exists():  # else it is on the hub, and fetched when it is loaded
+    if source.exists() or is_offline_mode():  # else it is fetched from the hub when it is loaded
         with open_store(source) if is_store(source) else Checkpoint.open(source):
             pass  # all files are there, and their headers right, before rows become tokens
     rows = {
@@ -120,6 +132,8 @@ def finetune(
     }
     with tokenizer_errors(recipe.model.source):
         every = {name: tokenize(each, tokenizer, recipe, images) for name, each in rows.items()}
+    if HELD_OUT in every:
+        require_metric(recipe, every[HELD_OUT])
     largest = max(each.largest for each in every.values())
     require_known_tokens(largest, vocab_size, recipe.model.source)
     tokens = every[TOKENS]
@@ -160,18 +174,19 @@ def finetune(
         has_validation=evaluated is not None,
         has_bar=console.is_terminal,
     )
-    notes += [*few_updates(recipe, size.num_steps), *run.notes]
+    notes += [*fitted, *few_updates(recipe, size.num_steps), *run.notes]
     if train.unused:
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
         what = "finished" if finished(given) else "going on"
         notes.append(f"{what} after step {run.step} of {size.num_steps}")
-    plan = summary.planned(recipe, size, adapter_config(recipe), device)
+    planner = summary.planner_of(recipe, config, adapter)
+    plan = summary.planned(recipe, size, planner, device)
     summary.show(console, recipe, plan, size, rows[TOKENS], tokens, kernels, notes)
     if is_dry:
         return None
     with lock_run_dir(given, digests, computed_on) as run:
-        model = _model(recipe, device, run)
+        model = _model(recipe, adapter, device, run, planner)
         trainer = make_trainer(
             *(recipe, arguments, model, processor or tokenizer, dataset, evaluated),
             row_length=row_length,
@@ -189,32 +204,40 @@ def _device(recipe: Recipe) -> torch.device:
     return device
 
 
-def _configuration(recipe: Recipe) -> "PreTrainedConfig":
-    """Read the model's configuration, and check that it has what the recipe names."""
-    chosen = recipe.model
-    options = {}
+def _configuration(recipe: Recipe) -> "tuple[PreTrainedConfig, PeftConfig, list[str]]":
+    """Read the model's configuration, and check that the model has what the recipe names.
+
+    Returns:
+        The configuration, of the model that is trained; that of the adapter; and notes.
+    """
+    chosen, model_class = recipe.model, None
+    options: dict[str, Any] = {}
     packed_attention.register()
     if chosen.attention is not None:
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
+    is_reward = recipe.training.method == "reward"
+    if is_reward:
+        options["num_labels"] = 1
     path, texts = find_config(Path(chosen.source).expanduser())
     config = configuration(path, texts, options)
     stored_quantization(path, config)  # raises if Poros cannot read it
-    if recipe.training.method == "reward":
-        model_class_of(config, REWARD_CLASS)  # raises if there is none
+    if is_reward:
+        model_class, config = model_class_of(config, CLASSIFIER)
+        config.architectures = [model_class.__name__]
     else:
         try:
             refuse_classifier(config, path)
         except UnsupportedModelError as error:
             raise RecipeError(f"model.source: {error}") from error
     try:
-        base = meta_model(config, None, DTYPES[chosen.dtype])
+        base = meta_model(config, None, DTYPES[chosen.dtype], model_class=model_class)
     except UnsupportedModelError as error:
         named = "" if chosen.attention is None else "model.attention (--attention): "
         raise RecipeError(f"{named}{error}") from error
     find_layers(base)  # raises if there are none that can be streamed
-    require_targets(recipe, base)
-    return config
+    adapter = adapter_config(recipe, base)
+    return config, adapter, require_targets(recipe, base, adapter)
 
 
 def _fit_to_model(
@@ -294,7 +317,13 @@ def _train(recipe: Recipe, run: RunFolder, trainer: "Trainer", total: int) -> Pa
     return _save(recipe, trainer, run)
 
 
-def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
+def _model(
+    recipe: Recipe,
+    adapter: "PeftConfig",
+    device: torch.device,
+    run: RunFolder,
+    planner: "Planner",
+) -> Any:
     """Load the base and attach a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
@@ -304,7 +333,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     options: dict[str, Any] = {"store": store, "host_budget": chosen.host_budget}
     options["vision"] = chosen.vision
     if recipe.training.method == "reward":
-        options |= {"auto_class": REWARD_CLASS, "num_labels": 1}
+        options |= {"auto_class": CLASSIFIER, "num_labels": 1}
         set_seed(recipe.training.seed)  # of its new head
     if chosen.attention is not None:
         options["attn_implementation"] = chosen.attention
@@ -320,7 +349,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         use_liger(base)
     set_seed(recipe.training.seed)  # of the adapter's first weights
     with refusals("adapter", "PEFT"):
-        model = get_peft_model(base, adapter_config(recipe))
+        model = get_peft_model(base, adapter)
     room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}
     if memory.resident:
         # With all blocks and matrices on the device nothing moves, and nothing is recomputed.
@@ -328,7 +357,8 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
     kernels = recipe.adapter_kernels(device.type)
-    return poros.prepare(model, **room, adapter_kernels=kernels, device=device)
+    policy = StreamingPolicy().override(**room, adapter_kernels=kernels, device=device)
+    return prepare_with(model, policy, planner=planner)
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:

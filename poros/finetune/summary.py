@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from rich.console import Console
     from rich.text import Text
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from poros.planning.formula import MemoryPlan
+    from poros.planning.planner import Planner
 
 
 class Size(NamedTuple):
@@ -32,8 +33,28 @@ class Size(NamedTuple):
     num_validation: int
 
 
+def planner_of(recipe: Recipe, config: "PreTrainedConfig", adapter: "PeftConfig") -> "Planner":
+    """Make a planner of a recipe's model.
+
+    Args:
+        config: Names the class of the model in its ``architectures``, if that is a reward model.
+    """
+    from poros.kernels.nf4 import DTYPES
+    from poros.planning.planner import Planner
+
+    chosen = recipe.model
+    return Planner(
+        config,
+        lora=adapter,
+        quantization=None if chosen.quantization == "none" else chosen.quantization,
+        dtype=DTYPES[chosen.dtype],
+        adapter_dtype=DTYPES[recipe.adapter.dtype],
+        vision=chosen.vision,
+    )
+
+
 def planned(
-    recipe: Recipe, size: Size, adapter: "PeftConfig", device: "torch.device"
+    recipe: Recipe, size: Size, planner: "Planner", device: "torch.device"
 ) -> "MemoryPlan | str":
     """Plan a step of the run; return the reason if that is impossible.
 
@@ -42,17 +63,15 @@ def planned(
     """
     import torch
 
-    from poros.kernels.nf4 import DTYPES
     from poros.planning.cards import card_of
-    from poros.planning.planner import plan
+    from poros.planning.request import PlanRequest
     from poros.utils.devices import free_budget
 
-    training, memory, chosen = recipe.training, recipe.memory, recipe.model
+    training, memory = recipe.training, recipe.memory
     if memory.resident:
         return "not streamed: the whole base is on the device"
-    if training.method == "reward":
-        return "not planned: a plan is for language models; poros.prepare keeps to the budget"
-    rows = training.per_device_train_batch_size * (2 if training.method == "dpo" else 1)
+    answers = 2 if training.method in ("dpo", "reward") else 1  # of a row, side by side
+    rows = training.per_device_train_batch_size * answers
     together = training.gradient_accumulation_steps
     budget: str | int | None = memory.vram
     card = None
@@ -61,13 +80,7 @@ def planned(
         if budget is None and memory.slots is None:
             budget = free_budget(device)  # as poros.prepare does
     try:
-        return plan(
-            chosen.source,
-            lora=adapter,
-            quantization=None if chosen.quantization == "none" else chosen.quantization,
-            dtype=DTYPES[chosen.dtype],
-            adapter_dtype=DTYPES[recipe.adapter.dtype],
-            vision=chosen.vision,
+        request = PlanRequest.of(
             seq_len=size.row_length,
             batch_size=rows,
             accumulation=together,
@@ -80,6 +93,7 @@ def planned(
             speeds=card and card.speeds(rows * size.row_length),
             adapter_kernels=recipe.adapter_kernels(device.type),
         )
+        return planner.plan(request)
     except (PolicyError, UnsupportedModelError) as error:
         return f"not planned: {error}"
 

@@ -37,9 +37,11 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin, PorosTrainer, on_one_gpu
+from poros.errors import RecipeError
 from poros.finetune import hub
 from poros.finetune.checkpoints import StagedCheckpoints, note_best
 from poros.finetune.images import ImageCollator
+from poros.finetune.tokens import Tokens
 from poros.kernels import packed_attention
 from poros.model.stats import attention_of
 from poros.recipes.passing import config_of, refusals
@@ -367,6 +369,32 @@ def _try_parts(arguments: TrainingArguments, steps: int) -> None:
         num_training_steps=steps,
         scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
     )
+
+
+def require_metric(recipe: Recipe, held_out: Tokens) -> None:
+    """Refuse a metric of KTO that no batch of the rows to validate on gives.
+
+    TRL has those of good and of bad answers from batches that hold such, margins from batches with
+    both.
+
+    Raises:
+        RecipeError: With the answers that there have to be.
+    """
+    training = recipe.training
+    metric = training.more.get("metric_for_best_model") or ""
+    wanted = {"chosen": {1}, "rejected": {0}, "margins": {0, 1}}.get(metric.rpartition("/")[2])
+    if training.method != "kto" or wanted is None:
+        return
+    size = training.more.get("per_device_eval_batch_size", training.per_device_train_batch_size)
+    labels = [label for (label,) in held_out.columns["label"]]
+    batches = ({*labels[first : first + size]} for first in range(0, len(labels), size))
+    if not any(wanted <= each for each in batches):
+        answers = " and ".join(("bad", "good")[each] for each in sorted(wanted))
+        raise RecipeError(
+            "training.metric_for_best_model: expected a metric that the rows to validate on give, "
+            f"found {metric}, for which a batch of {size} has to hold {answers} answers; add such "
+            "rows to data.validation, or choose another metric, such as loss"
+        )
 
 
 @contextmanager

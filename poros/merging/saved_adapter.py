@@ -1,5 +1,6 @@
 """A saved adapter: its files, read and checked, and the model they are loaded into."""
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import read_small, require_bounded
 from poros.loaders.settings import AUTO_CLASSES, describe_error
 from poros.model.origin import RECORD, Origin
+
+logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TASKS = {"SEQ_CLS": "AutoModelForSequenceClassification", "FEATURE_EXTRACTION": "AutoModel"}
@@ -56,6 +59,13 @@ class SavedAdapter:
         self.config: Any = _config(file)
         self._require_rank(file)
         self.auto_class = _auto_class(self.config)
+        if self.config.task_type is None and self.config.auto_mapping is None:
+            logger.warning(
+                "poros: %s has neither a task_type nor the class that was trained: taken as an "
+                "adapter of a language model; of others write the task_type there, SEQ_CLS or "
+                "FEATURE_EXTRACTION",
+                shown(file),
+            )
 
     def _require_rank(self, file: Path) -> None:
         """Refuse a rank of LoRA that no tensor has, before PEFT allocates matrices of it."""

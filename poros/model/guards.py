@@ -73,11 +73,20 @@ def _guard_apply(module: nn.Module, where: str, device: torch.device) -> Callabl
 
 
 def _save_with_origin(model: PeftModel) -> Callable[..., None]:
-    """Return ``save_pretrained`` that also writes where the base comes from."""
+    """Return ``save_pretrained`` that also writes where the base comes from.
+
+    In ``poros.prepare(get_peft_model(...)).save_pretrained(folder)`` nothing holds the model once
+    Python has looked the method up: a model of the same parts is saved then.
+    """
     reference = weakref.ref(model)  # which holds this
+    kind: Any = type(model)
+    parts = dict(model.__dict__)
 
     def save(save_directory: Any, *args: Any, **kwargs: Any) -> None:
         own: Any = reference()
+        if own is None:
+            own = kind.__new__(kind)
+            own.__dict__.update(parts)
         with naming_source(own):
             type(own).save_pretrained(own, save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):

@@ -26,6 +26,8 @@ from poros.kernels.nf4 import is_4bit, num_weights, part_tensors
 from poros.loaders.build import ONE_AT_A_TIME
 from poros.loaders.options import bits_and_bytes
 from poros.loaders.settings import (
+    CLASSIFIER,
+    classifier_of,
     configuration,
     describe_error,
     model_class_of,
@@ -78,7 +80,7 @@ class Recipe:
     on_language_model: bool = False
     """Whether adapters leave out towers and routers (``poros.model.targets``)."""
     model_class: Any = None
-    """Class of the model; None takes the one that the configuration chooses."""
+    """Class of the model; None takes the language model that the configuration chooses."""
     counts_all: bool = False
     """Whether kinds of adapters that plans do not count are taken as if they did."""
 
@@ -96,6 +98,9 @@ class Recipe:
     ) -> "Recipe":
         """Make a recipe from a configuration, or from a folder or hub name, as ``poros.plan`` does.
 
+        A configuration whose ``architectures`` name a classifier is one's; others are those of
+        language models.
+
         Raises:
             PolicyError: If ``rank`` is not positive, ``quantization`` is none of "nf4", "fp4" and
                 None, or ``vision`` none of "keep" and "drop".
@@ -108,9 +113,13 @@ class Recipe:
         require_positive("rank", rank)
         if vision not in ("keep", "drop"):
             raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
-        adapters = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        _refuse_uncounted(configured_kinds({"default": adapters}))
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
+        model_class, task = None, "CAUSAL_LM"
+        if classifier_of(config) is not None:
+            model_class, config = model_class_of(config, CLASSIFIER)
+            task = "SEQ_CLS"  # whose head is trained as a whole
+        adapters = lora or LoraConfig(r=rank, target_modules="all-linear", task_type=task)
+        _refuse_uncounted(configured_kinds({"default": adapters}))
         return cls(
             config,
             bits_and_bytes(quantization, dtype),
@@ -119,6 +128,7 @@ class Recipe:
             adapter_dtype=adapter_dtype,
             vision=vision,
             on_language_model=lora is None,
+            model_class=model_class,
         )
 
     @classmethod

@@ -18,8 +18,10 @@ from poros.errors import (
     VRAMBudgetError,
     quoted,
 )
+from poros.kernels.packed_attention import takes_cu_seqlens
 from poros.loaders.settings import describe_error
 from poros.model.sizing import SURELY_KEPT, keeps_most
+from poros.model.stats import attention_of
 from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
@@ -69,8 +71,9 @@ def plan(
     several plans of one model.
 
     Args:
-        source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
-            PEFT model (whose own adapters and quantization replace ``rank`` and ``lora``).
+        source: A folder or hub name with a ``config.json``, a configuration (one whose
+            ``architectures`` name a classifier is planned as such), or a transformers or PEFT
+            model (whose own adapters and quantization replace ``rank`` and ``lora``).
         seq_len: Tokens per row; the plan assumes full rows.
         batch_size: Rows per micro-batch.
         rank: LoRA rank on every linear layer of the language model except routers.
@@ -136,6 +139,17 @@ class Planner:
         else:
             self._recipe = Recipe.of(source, **of_model)
         self._known: CostModel | None = None
+
+    def for_model(self, model: nn.Module, **of_model: Any) -> "Planner":
+        """Return a planner of the model in memory that this one's configuration has become.
+
+        What is known of that is kept, if the model is as it was planned: with the same modules,
+        attention and parameters, in shape and dtype, trained or not.
+        """
+        found = Planner(model, **of_model)
+        if self._known is not None and _form_of(self._known.model) == _form_of(model):
+            found._known = self._known
+        return found
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``plan``. Random states stay as they are.
@@ -266,6 +280,19 @@ def format_remedies(remedies: Sequence[Remedy]) -> str:
     if not saving:
         return line
     return f"{line}\nWhat would save memory, but not enough alone: {'; '.join(saving)}"
+
+
+def _form_of(model: Any) -> object:
+    """Return a key of what costs depend on, beside configurations."""
+    attention = attention_of(base_of(model))
+    return (
+        "sdpa" if takes_cu_seqlens(attention) else attention,  # as a cost model has it
+        [(name, type(module).__name__) for name, module in model.named_modules()],
+        {
+            name: (parameter.shape, parameter.dtype, parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        },
+    )
 
 
 def _adapters_of(model: Any) -> object:

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub.constants
 import pyarrow
 import pytest
 from pyarrow import parquet as parquet_files
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from poros.cli.shared import BAD_INPUT
 from tests.command import poros_command, run_apart
 from tests.damage import Damage, cut, field
+from tests.loading.checkpoints import as_hub_cache
 
 GOOD = json.dumps({"prompt": "a", "completion": "b"})
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -276,6 +278,20 @@ def test_a_bad_checkpoint(case: str, model: Path, place: Path) -> None:
     (place / "recipe.yaml").write_text(START + text)
     for options in ((), ("--dry-run",)):
         assert_said(refused(place, "recipe.yaml", *options), where, what, remedy, None)
+
+
+def test_weights_that_the_cache_of_the_hub_does_not_have(
+    model: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network."""
+    snapshot = as_hub_cache(model, place / "cache")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(place / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    command = ("org/name", "rows.jsonl", "--max-length", "64")
+    found = poros_command("finetune", *command, "--dry-run")
+    assert found.exit_code == 0, found.output
+    (snapshot / "model.safetensors").unlink()
+    assert "expected model.safetensors or" in refused(place, *command)
 
 
 def joined(lines: list[str | bytes]) -> bytes:

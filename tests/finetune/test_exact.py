@@ -15,14 +15,13 @@ from peft import get_peft_model
 from safetensors import safe_open
 from transformers import set_seed
 
-import poros
 from poros.finetune import run as runs
 from poros.finetune.adapters import adapter_config
 from poros.recipes.recipe import Recipe
 from tests.covers import with_slow
 from tests.finetune.arms import FAST, RECIPES, arm, both
 from tests.finetune.subjects import Trained, plain_base, write_model
-from tests.support import AS_PLAIN
+from tests.finetune.trl_runs import prepare_as_plain
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def plain(recipe: Recipe, *_: Any) -> Any:
     base = plain_base(recipe.model.source)
     base.config.use_cache = False
     set_seed(recipe.training.seed)
-    return get_peft_model(base, adapter_config(recipe))
+    return get_peft_model(base, adapter_config(recipe, base))
 
 
 KINDS = ("sft, packed", "sft, padded", "dpo", "kto")
@@ -86,8 +85,7 @@ def test_streamed_equals_plain(
     with monkeypatch.context() as patch:
         patch.setattr(runs, "_model", plain)
         expected = arm(model, data, tmp_path / "plain", kind)
-    prepare = poros.prepare
-    monkeypatch.setattr(poros, "prepare", lambda made, **said: prepare(made, **said | AS_PLAIN))
+    prepare_as_plain(monkeypatch)
     found = arm(model, data, tmp_path / "streamed", kind, memory__slots=2)
     assert found.losses == expected.losses and len(set(found.losses)) == 2
     assert found.adapter == expected.adapter

@@ -16,12 +16,13 @@ from datasets import Image as ImageFeature
 from datasets import List as ListFeature
 from packaging.version import Version
 from safetensors import safe_open
-from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, Trainer
 from trl import SFTConfig, SFTTrainer
 
 from poros.errors import DataFormatError, RecipeError, RunFolderError
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import Rows, read_data
+from poros.planning.meta_model import meta_model
 from tests.command import poros_command, text
 from tests.finetune.arms import COMMON, streamed_as_resident
 from tests.finetune.processors import write_processor
@@ -100,10 +101,11 @@ class ByTheModelsLoss(SFTTrainer):  # type: ignore[misc]
 
 def plain(out: Path, model: Path, rows: Dataset, processing: Any, recipe: Any, **more: Any) -> Any:
     fields = {"assistant_only_loss": recipe.data.loss_on != "all", "packing": False, **more}
+    base = meta_model(AutoConfig.from_pretrained(model), None, torch.bfloat16)
     return by_trl(
         *(out, model, ByTheModelsLoss, SFTConfig, rows, processing),
         auto_class=AutoModelForImageTextToText,
-        adapter=adapter_config(recipe),
+        adapter=adapter_config(recipe, base),
         fields=fields,
     )
 

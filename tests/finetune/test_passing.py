@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from array import array
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from packaging.version import Version
 from peft import LoraConfig
 
 from poros.errors import RecipeError
-from poros.finetune.trainers import _OURS
+from poros.finetune.tokens import Tokens
+from poros.finetune.trainers import _OURS, require_metric
 from poros.recipes import passing
-from poros.recipes.recipe import METHODS, named, settings
+from poros.recipes.recipe import METHODS, Recipe, TrainingPart, named, settings
 from tests.finetune import arms
 from tests.finetune.arms import arm
 from tests.finetune.subjects import break_at, recipe_of, run, write_rows
@@ -99,6 +102,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"adapter__alpha_pattern": {"v_proj": 8}, "adapter__target_modules": "q_proj"},
         r"adapter: .*alpha_pattern .*\['v_proj'\]",
     ),
+    "tokens that the embedding does not have": (
+        {"adapter__trainable_token_indices": [5, 4000]},
+        r"adapter.trainable_token_indices: expected .* 0 to 511, .*found \[4000\]",
+    ),
+    "margins of one answer": (
+        {
+            **{"training__method": "kto", "data__validation": 0.005},
+            "training__metric_for_best_model": "eval_rewards/margins",
+        },
+        "training.metric_for_best_model: .*bad and good answers; add such rows to data.validation",
+    ),
     "parameters that are not there": (
         {"adapter__target_parameters": ["q_prj.weight"]},
         r"adapter: .*target_parameters=\['q_prj.weight'\]",
@@ -111,10 +125,31 @@ def test_what_goes_not_together_is_refused_before_the_base_is_loaded(
     case: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
     options, what = REFUSED[case]
-    kind = "dpo" if options.get("training__method") == "dpo" else "text"
+    kind = options.get("training__method", "text")
     with pytest.raises(RecipeError, match=what):
         arm(model, data, tmp_path / "run", kind, memory__slots=2, **options)
     assert not (tmp_path / "run").exists()
+
+
+# A metric, the labels of the rows to validate on, rows of a batch, and what is missed.
+METRICS = {
+    "good answers": ("rewards/chosen", [1, 1, 0], 1, None),
+    "no good answer": ("eval_rewards/chosen", [0, 0], 2, "hold good answers"),
+    "no bad answer": ("logits/rejected", [1, 1], 2, "hold bad answers"),
+    "both, but apart": ("rewards/margins", [1, 1, 0, 0], 2, "a batch of 2 has to hold bad and"),
+    "both": ("rewards/margins", [1, 1, 0, 0], 3, None),
+    "what every row has": ("kl", [1], 1, None),
+}
+
+
+@pytest.mark.parametrize("case", METRICS)
+def test_a_metric_of_kto_needs_its_answers(case: str) -> None:
+    metric, labels, size, missed = METRICS[case]
+    given: dict[str, Any] = {"metric_for_best_model": metric, "per_device_eval_batch_size": size}
+    recipe = Recipe(training=TrainingPart(method="kto", more=given))
+    held_out = Tokens(columns={"label": [array("i", [each]) for each in labels]})
+    with nullcontext() if missed is None else pytest.raises(RecipeError, match=missed):
+        require_metric(recipe, held_out)
 
 
 def test_every_field_is_passed_on_or_refused_with_a_reason() -> None:

@@ -101,6 +101,7 @@ def test_the_command_merges_it(chat: Path, tmp_path: Path, monkeypatch: pytest.M
     short = ("--method", "reward", "--steps", "1", "--max-length", "64", "--merged", "merged")
     result = poros_command("finetune", str(chat), "rows.jsonl", "--out", "run", *short)
     assert result.exit_code == 0 and "poros chat" not in text(result), text(result)
+    assert "3 blocks on the device at a time" in " ".join(text(result).split()), "it is planned"
     reader: Any = AutoPeftModelForSequenceClassification
     adapted = reader.from_pretrained("run/adapter", num_labels=1).merge_and_unload()
     merged = SCORE.from_pretrained("merged")

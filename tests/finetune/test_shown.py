@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import AutoConfig
 
 from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune import summary
-from poros.finetune.adapters import adapter_config
 from poros.finetune.trainers import num_warmup_steps
+from poros.planning.cost_model import CostModel
 from poros.recipes.reading import read_recipe
 from poros.reporting.events import read_run
 from poros.utils import devices
 from tests.command import poros_command, text
-from tests.finetune.subjects import announced, recipe_of, run, write_rows
+from tests.finetune.subjects import announced, recipe_of, run, write_model, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,8 +90,32 @@ def test_the_free_memory_of_the_gpu_is_the_budget_if_none_is_given(
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     recipe = recipe_of(**source, **memory)
     size = summary.Size(row_length=64, num_rows=8, num_steps=1, num_validation=0)
-    plan = summary.planned(recipe, size, adapter_config(recipe), torch.device("cuda"))
+    config = AutoConfig.from_pretrained(model)
+    adapter = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    planner = summary.planner_of(recipe, config, adapter)
+    plan = summary.planned(recipe, size, planner, torch.device("cuda"))
     assert not isinstance(plan, str) and plan.vram_budget == expected
+
+
+def test_an_adapter_on_the_embedding_is_noted(
+    model: Path, data: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """In words of ours, and before a run: what is saved, and what is not merged."""
+    tied = write_model(tmp_path / "tied", architecture="gemma3_text")
+    options = (str(data / "text.jsonl"), "--max-length", "64", "--target-modules", "embed_tokens")
+    out = ("--out", str(tmp_path / "run"))
+    result = poros_command("finetune", str(tied), *options, *out, "--dry-run")
+    said = " ".join(text(result).split())
+    assert result.exit_code == 0 and "`poros merge` does not merge it" in said, said
+    merged = ("--merged", str(tmp_path / "merged"))
+    result = poros_command("finetune", str(tied), *options, *out, *merged)
+    assert result.exit_code == 2 and "--merged: output.merged: expected" in text(result)
+    assert not (tmp_path / "run").exists()
+    result = poros_command("finetune", str(model), *options, *out, *merged, "--steps", "1")
+    said = " ".join(text(result).split())
+    assert result.exit_code == 0 and "PEFT saves that with it, as a whole" in said, said
+    assert "does not merge it" not in said and (tmp_path / "merged").is_dir()
+    assert [each for each in recwarn if "peft" in each.filename] == []
 
 
 WRITTEN: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -139,6 +165,25 @@ def test_a_run_of_one_step_learns(model: Path, tmp_path: Path) -> None:
     run(recipe)
     assert read_run(tmp_path / "run").values("learning_rate") == [(1, 2e-4)]
     assert [num_warmup_steps(recipe, steps) for steps in (1, 33, 34, 100)] == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_run_takes_its_costs_from_the_summary(
+    is_alike: bool, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: a model with another adapter than was planned is counted anew."""
+    made: list[object] = []
+    genuine = CostModel.__init__
+    monkeypatch.setattr(
+        CostModel, "__init__", lambda self, recipe: (made.append(self), genuine(self, recipe))[1]
+    )
+    if not is_alike:
+        planner_of, other = summary.planner_of, LoraConfig(r=2, target_modules="all-linear")
+        monkeypatch.setattr(summary, "planner_of", lambda *given: planner_of(*given[:2], other))
+    source = {"model__source": model, "data__source": data / "text.jsonl"}
+    options = {"training__max_length": 64, "training__max_steps": 1, "memory__vram": "1GiB"}
+    run(recipe_of(**source, **options, output__folder=tmp_path / "run"))
+    assert len(made) == (1 if is_alike else 2)
 
 
 def targets(names: str, what: str) -> tuple[dict[str, Any], type[Exception], str]:

@@ -8,7 +8,8 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import set_seed
 
-import poros
+from poros.config import StreamingPolicy
+from poros.finetune import run as runs
 from tests.finetune.subjects import Trained, plain_base, recipe_of, run
 from tests.support import AS_PLAIN
 from tests.trainers import trainer_arguments
@@ -24,17 +25,22 @@ SETTINGS: dict[str, Any] = {
 """What both set; all else are the recipe's defaults, which TRL is told below."""
 
 
+def prepare_as_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs prepare models with the loss and the kernels whose bits are the plain ones."""
+    genuine = runs.prepare_with
+
+    def prepare(model: Any, policy: StreamingPolicy, **given: Any) -> Any:
+        return genuine(model, policy.override(**AS_PLAIN), **given)
+
+    monkeypatch.setattr(runs, "prepare_with", prepare)
+
+
 def by_poros(monkeypatch: pytest.MonkeyPatch, out: Path, **said: Any) -> Trained:
     """Train as ``poros finetune`` does, streamed, with kernels whose bits are the plain ones."""
-    genuine = poros.prepare
-
-    def prepare(model: Any, **options: Any) -> Any:
-        return genuine(model, **{**options, **AS_PLAIN})
-
     settings = {f"training__{name}": value for name, value in SETTINGS.items()}
     adapter = {"adapter__r": 4, "adapter__lora_dropout": 0.1, "memory__slots": 2}
     with monkeypatch.context() as patch:
-        patch.setattr(poros, "prepare", prepare)
+        prepare_as_plain(patch)
         return run(recipe_of(output__folder=out, **{**settings, **adapter, **said}))
 
 

@@ -35,10 +35,11 @@ from poros.errors import CheckpointFormatError, PolicyError, StoreWriteError, Un
 from poros.gates import tiny
 from poros.loaders.load import load
 from poros.merging.merge import merge
+from poros.merging.saved_adapter import SavedAdapter
 from tests.children import run_forked
 from tests.command import poros_command
 from tests.comparing import compare_mappings
-from tests.damage import tensors
+from tests.damage import field, tensors
 from tests.finetune.subjects import write_adapter as trained
 from tests.finetune.subjects import write_base
 from tests.support import same_bits
@@ -201,13 +202,34 @@ def test_a_base_of_another_family_is_refused(task: str | None, base: Path, tmp_p
     tiny.write_checkpoint(like, other, dtype=torch.bfloat16)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type=task)
     adapter = tmp_path / "adapter"
-    model = poros.prepare(get_peft_model(load(base), config), slots=2)
-    model.save_pretrained(adapter)
+    # Nothing holds the model while it is saved.
+    poros.prepare(get_peft_model(load(base), config), slots=2).save_pretrained(adapter)
     match = "expected a base of the family qwen2.*found llama.*--base"
     refused(tmp_path, adapter, UnsupportedModelError, match, base=other)
     chat = poros_command("chat", str(adapter), "--base", str(other), "--prompt", "a")
     assert chat.exit_code == 2
     merge(adapter, tmp_path / "merged", base=base)
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
+def test_an_adapter_of_no_class_is_taken_as_one_of_a_language_model(
+    task: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is said; one of another does not fit. Control: nothing is said of one with a task."""
+    auto_class = AutoModelForCausalLM if task == "CAUSAL_LM" else AutoModelForSequenceClassification
+    model: Any = auto_class.from_pretrained(base, dtype=torch.bfloat16)
+    adapter = tmp_path / "adapter"
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type=task)
+    get_peft_model(model, config).save_pretrained(adapter)
+    caplog.clear()
+    SavedAdapter(adapter)
+    assert caplog.messages == []
+    field("task_type", to=None)(adapter / "adapter_config.json")
+    if task == "CAUSAL_LM":
+        merge(adapter, tmp_path / "merged")
+    else:
+        refused(tmp_path, adapter, UnsupportedModelError, "matrices of the modules", base=base)
+    assert "taken as an adapter of a language model" in caplog.messages[0]
 
 
 def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:

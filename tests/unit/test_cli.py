@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from poros.recipes.recipe import settings
 from tests.children import run_python
 from tests.command import poros_command, run_apart, text
 from tests.comparing import compare_mappings
-from tests.damage import flipped
+from tests.damage import field, flipped
 
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 # The command as it is installed.
@@ -133,6 +134,29 @@ def test_a_command_says_nothing_on_the_error_stream() -> None:
     """In a process of its own, because the notice comes while a library is imported."""
     done = run_python(MAIN, "check", "--registered")
     assert (done.returncode, done.stderr) == (0, "") and "families:" in done.stdout
+
+
+QUICKLY = """
+import gc, sys
+from poros.cli.imports import quick_imports
+with quick_imports():
+    import poros.finetune.run, torch
+    import bitsandbytes.backends.default.ops
+    twice = torch.compile(lambda number: 2 * number, backend="eager")
+    assert not gc.isenabled()
+assert gc.isenabled() and gc.get_freeze_count() > 10_000
+assert "torch._inductor.compile_fx" not in sys.modules, "the compiler"
+assert torch.compile.__module__ == "torch" and twice(torch.tensor(3)) == 6
+torch.compile(twice)
+assert "torch._inductor.compile_fx" in sys.modules
+"""
+
+
+def test_commands_import_no_compiler() -> None:
+    """Control: to compile imports it."""
+    pytest.importorskip("trl", reason="poros finetune trains with TRL")
+    done = run_python(QUICKLY)
+    assert done.returncode == 0, done.stderr
 
 
 # poros check and poros demo
@@ -285,6 +309,17 @@ def test_a_plan_answers_and_prints_its_terms(case: str, checkpoint: Path) -> Non
         assert "workspace" in plan(checkpoint, *options, "--terms").output
     figures = json.loads(plan(checkpoint, *options, "--json").stdout)
     assert is_so(figures) and figures["total_num_bytes"] == sum(figures["terms"].values())
+
+
+def test_a_classifier_is_planned_without_a_head_for_tokens(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Control: a language model of the same sizes."""
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    field("architectures", to=["Qwen2ForSequenceClassification"])(tmp_path / "config.json")
+    own, other = (json.loads(plan(each, "--json").stdout) for each in (tmp_path, checkpoint))
+    assert own["terms"]["head"] == 0 < other["terms"]["head"]
+    assert own["terms"]["embedding"] == other["terms"]["embedding"]
 
 
 def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(

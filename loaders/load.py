@@ -15,7 +15,6 @@ from poros.host.disk import DiskStore
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attach_store
 from poros.kernels.nf4 import QUANT_TYPES
-from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.build import ONE_AT_A_TIME, fill, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
@@ -38,7 +37,7 @@ from poros.loaders.settings import (
     stored_quantization,
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
-from poros.loaders.source import CONFIG, GENERATION, commit_of
+from poros.loaders.source import CONFIG, GENERATION, commit_of, read_auxiliary_files
 from poros.loaders.store import About, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents
 from poros.model.inspect import require_language_model

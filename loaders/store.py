@@ -33,7 +33,6 @@ from poros.host.layout import BlockLayout, TensorSpec
 from poros.host.store import HostStore
 from poros.io.digests import Identity, as_bytes, identity_of, num_threads, sha256
 from poros.io.writing import PARTIAL
-from poros.loaders.auxiliary_files import is_auxiliary_file
 from poros.loaders.checkpoint import new_bytes
 from poros.loaders.header import (
     DTYPE_NAMES,
@@ -46,7 +45,7 @@ from poros.loaders.header import (
     read_header,
     scratch,
 )
-from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
+from poros.loaders.source import MAX_AUXILIARY_NUM_BYTES, is_auxiliary_file, read_small
 from poros.model.origin import Origin
 
 SLABS, REST = "slabs.bin", "rest.safetensors"

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.io.writing import partial_folder, put_in_place, require_folder, writing
-from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings, model_class_of
+from poros.loaders.source import read_auxiliary_files
 from poros.merging.adapter import Adapter
 from poros.merging.base import open_base
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder

@@ -274,7 +274,7 @@ class _CheckpointLoader:
         names, is_dropping = None, options.vision == "drop"
         if is_dropping:
             with ONE_AT_A_TIME:
-                names = without_towers(model_class, config, checkpoint.names)
+                names = without_towers(model_class, config, checkpoint.entries)
         writer = SlabWriter(path, self._quantizer, allocate, drops_towers=is_dropping)
         slices = checkpoint.slices(names)
         arguments = {"config": config, "dtype": dtype}

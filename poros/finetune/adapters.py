@@ -10,7 +10,7 @@ from torch import nn
 from poros.errors import RecipeError, quoted
 from poros.loaders.settings import configuration, describe_error
 from poros.loaders.source import find_config
-from poros.model.targets import excluded_modules, with_own
+from poros.model.vision import excluded_modules, with_own
 from poros.planning.meta_model import meta_model, with_adapters
 from poros.recipes.passing import refusals
 from poros.recipes.recipe import Recipe

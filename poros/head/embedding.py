@@ -55,8 +55,6 @@ def choose_embeddings(
     """Return those of ``find_embeddings`` that stay in host memory; log it if none can.
 
     Args:
-        model: As for ``find_embeddings``, like ``apart``.
-        apart: Likewise.
         wanted: ``StreamingPolicy.stream_embedding``.
         kept: Modules whose matrix stays in host memory as the head's.
     """

@@ -18,11 +18,10 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import ATTENTION, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor, forget
 from poros.kernels.lora import ActiveLora, Added, Call, add_lora
-from poros.kernels.patching import replace
 from poros.kernels.paths import PEFT, LoraShape, cheapest, merges, multiply_in_order
 from poros.kernels.product import Product, product_of
 
@@ -324,7 +323,7 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have PEFT's LoRA modules run by our operator, where it knows what they do.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     from peft.tuners.lora import Linear4bit
 

@@ -30,7 +30,6 @@ class DenseWorkspace:
 
     Args:
         num_bytes: Of the largest weight.
-        device: Where.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -79,9 +78,6 @@ class DensePlace:
 
 class DenseLayer:
     """Memory for the dense weights of one layer at a time.
-
-    Args:
-        device: Where.
 
     Attributes:
         served: The layer whose calls share it now.
@@ -193,8 +189,6 @@ class DenseLayer:
         """Have the weights of ``layer`` made dense by one call, for as long as they lie where now.
 
         Args:
-            layer: The layer.
-            weights: Of it.
             record: Records what it is given; what replays that.
         """
         if layer not in self._recorded:

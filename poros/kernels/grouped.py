@@ -349,7 +349,7 @@ def share_inputs(
     """Have modules say to ``tally`` which of their projections share an input.
 
     Those whose forward somebody has set are left alone, but for forwards of Liger's, which call
-    the projections as the modules' own do. ``poros.kernels.patching.unpatch`` undoes it.
+    the projections as the modules' own do. ``poros.kernels.forwards.unpatch`` undoes it.
 
     Args:
         names_of: The projections of a module, in order; fewer than two leave it alone.

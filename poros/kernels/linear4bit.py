@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.kernels.forwards import PatchedForward, has_own_forward
-from poros.kernels.patching import replace
+from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.product import Product, frozen_of, linear_4bit_class
 
 
@@ -64,7 +63,7 @@ def patch(modules: Iterable[nn.Module]) -> None:
     """Have 4-bit modules on a GPU run ``multiply``.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     kind = linear_4bit_class()
     if has_own_forward(kind):

@@ -12,10 +12,9 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from poros.kernels.adapters import KernelStats
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.gated_forms import Names, names_in
 from poros.kernels.grouped import share_inputs, sharing_within
-from poros.kernels.patching import replace
 from poros.kernels.swiglu import forget_sources, swiglu
 
 
@@ -72,7 +71,7 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
 
     Modules of other forms are left alone, and so are those whose forward somebody has set. Where
     that is Liger's, or the activation is another one, gate and up are one all the same.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
 
     def forward_of(module: nn.Module) -> PatchedForward | None:

@@ -41,7 +41,7 @@ class Product(NamedTuple):
         return found
 
     def of(self, input: torch.Tensor) -> torch.Tensor:
-        """The product; no graph. It may be a view."""
+        """The product; no graph, and to be called where none is made. It may be a view."""
         if self.state is None:
             return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         # The subclass of a 4-bit weight would have each look at it pass through Python.
@@ -49,7 +49,10 @@ class Product(NamedTuple):
             is_ours = input.is_cuda and has_kernel(self.weight, self.state)
             if is_ours and not takes_fused_kernel(input, self.state):
                 return times(input, dequantize(self.weight, self.state, input.dtype), self.bias)
-            return _of_bitsandbytes(input, self.weight, self.state, self.bias)
+            from bitsandbytes import matmul_4bit
+
+            product: torch.Tensor = matmul_4bit(input, self.weight, self.state, bias=self.bias)
+            return product
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the input's gradient, given the product's."""
@@ -84,30 +87,6 @@ def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:
         input.device.index, input.dtype, num_tokens, state.shape[0], columns
     )
     return chosen
-
-
-def _of_bitsandbytes(
-    input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
-) -> torch.Tensor:
-    nested, more = state, {}
-    if state.nested:
-        nested = state.state2
-        more = {
-            "absmax_8bit": state.absmax,
-            "absmax_code": nested.code,
-            "absmax_offset": state.offset,
-        }
-    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
-        input,
-        weight.view(-1, 1),
-        state.shape,
-        nested.absmax,
-        state.blocksize,
-        state.quant_type,
-        bias=bias,
-        **more,
-    )
-    return result
 
 
 def frozen_of(module: Any) -> Product | None:

@@ -16,7 +16,7 @@ from poros.utils.devices import runs_triton
 def patch(module: nn.Module, device: torch.device, tally: KernelStats | None) -> None:
     """Have what is in ``module`` run kernels of ours, where they come to the same.
 
-    What does so already goes on. ``poros.kernels.patching.unpatch`` undoes it.
+    What does so already goes on. ``poros.kernels.forwards.unpatch`` undoes it.
 
     Args:
         module: A layer, or a model.

@@ -19,7 +19,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError, UnvalidatedArchitectureError
 from poros.model.adapter_kinds import adapter_kinds
-from poros.model.targets import leave_out_dropped
+from poros.model.vision import leave_out_dropped
 from poros.slots.schedule import Phase
 from poros.stream.boundary import is_streamed, streamed_layer
 

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,18 +41,6 @@ logger = logging.getLogger(__name__)
 
 _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
-
-
-class StepCheck(LayerCheck, Protocol):
-    """Looks at the first step: ``poros.self_check.check``."""
-
-    def findings(self) -> dict[str, Any]:
-        """The value of ``Runtime.self_check``."""
-
-    def watch_rows(
-        self, name: str, matrix: torch.Tensor, places: torch.Tensor | slice, rows: torch.Tensor
-    ) -> None:
-        """Check rows of a matrix in host memory that came to the device."""
 
 
 class Runtime:
@@ -123,7 +111,7 @@ class Runtime:
             if policy.adapter_kernels != "peft"
             else None
         )
-        self._attachment = Attachment(inventory, self.device, self.host, self.tally)
+        self._attachment = Attachment(inventory, self.device, self.host, self.tally, self.digests)
         try:
             self._set_up(model, inventory, estimate, recorder)
         except BaseException:
@@ -141,12 +129,12 @@ class Runtime:
         self.small = SmallTensors(
             inventory.by_layer(), self.device, digests=self.digests is not None
         )
-        attachment.move_to_host(model, self.digests)
+        attachment.move_to_host(model)
         attachment.move_small(self.small)
         self.rows = RowReader(streams)
         attachment.at_detach(self.rows.unlock)
-        attachment.keep_embeddings(model, self.rows, self.digests)
-        self.head = attachment.take_head(model, self.rows, streams, self.digests)
+        attachment.keep_embeddings(model, self.rows)
+        self.head = attachment.take_head(model, self.rows, streams)
         attachment.move_to_device(model)
         if self.device.type == "cuda":
             self.host.pin(self.device)
@@ -373,13 +361,21 @@ class Runtime:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
         return self.host.slabs[block].bytes
 
-    def watch_with(self, check: StepCheck) -> None:
-        """Have ``check`` see the first call of each layer and the first rows of each embedding."""
-        self._findings = check.findings
+    def watch_with(
+        self,
+        check: LayerCheck,
+        watch_rows: Callable[[str, torch.Tensor, Any, torch.Tensor], None],
+        findings: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Have ``check`` see the first call of each layer, and ``watch_rows`` rows from the host.
+
+        ``findings`` gives the value of ``self_check`` from now on.
+        """
+        self._findings = findings
         self.context.check = check
-        self.rows.check = check.watch_rows
+        self.rows.check = watch_rows
         if self.head is not None:
-            self.head.check = check.watch_rows
+            self.head.check = watch_rows
 
     def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Check a call of the model, make room for the micro-batch, and record visits that are due.
@@ -405,7 +401,7 @@ class Runtime:
 
         def make_room() -> None:
             if torch.is_grad_enabled() and self.sizer.decides:
-                self.make_room(args, kwargs)
+                self._make_room(args, kwargs)
 
         if stand_in is None:
             make_room()
@@ -421,15 +417,8 @@ class Runtime:
         if stand_in is not None:
             stand_in.enter(holder, (*args, *kwargs.values()))
 
-    def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Give the blocks the room that suits a micro-batch, before its layers run.
-
-        Args:
-            args, kwargs: What the module that holds the layers is called with.
-
-        Raises:
-            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
-        """
+    def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Give the blocks the room that suits a micro-batch, before its layers run."""
         shape = shape_of(args, kwargs, self.num_grouped)
         if shape is None:
             return

@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from poros.errors import CheckpointFormatError, HostMemoryError, quoted, reason_of
-from poros.io import strict_json
 from poros.io.digests import as_bytes
-from poros.io.reading import open_descriptor, read_into
+from poros.io.reading import open_descriptor, parse_strictly, read_into
 
 MAX_RANK = 64
 """Dimensions of a tensor that torch computes with."""
@@ -214,7 +213,7 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
             transformers accepts them in a configuration.
     """
     try:
-        document = strict_json.parse(text.decode()) if strict else json.loads(text.decode())
+        document = parse_strictly(text.decode()) if strict else json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         reason = quoted(str(error)) if isinstance(error, ValueError) else "it is nested too deeply"
         raise defect(file, f"expected a JSON object, found text that is none: {reason}") from error

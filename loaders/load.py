@@ -11,7 +11,7 @@ import torch
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, quoted
-from poros.host.disk import DiskStore
+from poros.host.disk import DiskStore, watch_saving
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attach_store
 from poros.kernels.nf4 import QUANT_TYPES
@@ -42,7 +42,6 @@ from poros.loaders.store import About, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents
 from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, origin_of, put_origin
-from poros.model.saving import watch_saving
 from poros.utils.logging_setup import show_info_by_default
 from poros.utils.versions import library_versions
 

@@ -27,8 +27,7 @@ from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import unpatch
 from poros.kernels.nf4 import Part, is_4bit
 from poros.kernels.use import patch
-from poros.model.added_adapters import require_proven
-from poros.model.guards import guards_of
+from poros.model.guards import guards_of, require_proven
 from poros.model.inspect import Inventory
 from poros.model.vision import base_of
 from poros.stream.boundary import (

@@ -11,7 +11,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin
-from poros.kernels.sums import sums_of_bits
+from poros.io.digests import sums_of_bits
 
 V, H = 40, 8
 Program = Callable[[torch.Tensor], Any]

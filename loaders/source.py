@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
-from poros.loaders.header import defect, open_regular, parse_json, read_at, shown
+from poros.loaders.header import defect, open_regular, parse_json, read_start, shown
 from poros.loaders.names import is_repository
 
 CONFIG = "config.json"
@@ -118,7 +118,7 @@ def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
         if not 0 < status.st_size <= most:
             kind = " of JSON" if file.suffix == ".json" else ""
             raise defect(file, f"expected 1 to {most} bytes{kind}, found {status.st_size}")
-        return bytes(read_at(descriptor, status.st_size, 0, file))
+        return bytes(read_start(descriptor, status.st_size, file))
 
 
 def read_auxiliary_files(path: Path) -> dict[str, bytes]:

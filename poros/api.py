@@ -17,7 +17,6 @@ from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
-from poros.model.stats import adapter_counts
 from poros.model.vision import leave_out_dropped
 from poros.replay.graphs import Recorder
 from poros.stream.adapters import is_adapter_module
@@ -292,7 +291,7 @@ def kernel_stats(model: nn.Module) -> dict[str, Any]:
             f"expected a model with adapter kernels, found a {type(model).__name__} without; call "
             "poros.use_adapter_kernels(model) first"
         )
-    return adapter_counts(tally)
+    return tally.counts()
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:

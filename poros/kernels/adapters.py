@@ -100,6 +100,31 @@ class KernelStats:
         finally:
             self.casts = None
 
+    def counts(self) -> dict[str, Any]:
+        """Count which way adapted modules ran, as in ``Runtime.stats``.
+
+        ``lora_paths`` has ``chosen`` (calls of each order, such as ``f2:b5``), ``shapes`` (the
+        order of each) and ``as_peft`` (calls that PEFT's order alone is defined for, by reason).
+        """
+        shapes = {what: order for what, order in self.orders if isinstance(what, LoraShape)}
+        chosen: Counter[str] = Counter()
+        for shape, order in shapes.items():
+            chosen[order] += self.orders[shape, order]
+        reasons = {
+            what: self.orders[what, order] for what, order in self.orders if what not in shapes
+        }
+        return {
+            "num_fused_adapters": self.num_fused,
+            "num_grouped_adapters": self.num_grouped,
+            "num_unfused_adapters": sum(self.unfused.values()),
+            "num_left_out_adapters": self.num_left_out,
+            "lora_paths": {
+                "chosen": dict(chosen),
+                "shapes": {str(shape): order for shape, order in shapes.items()},
+                "as_peft": reasons,
+            },
+        }
+
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""
         return self.left_out is not None and forward.is_last

@@ -58,7 +58,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.autocast import autocast_as, autocast_dtype
+from poros.kernels.autocast import autocast_dtype, without_autocast
 from poros.kernels.copies import copy_all
 from poros.kernels.forwards import PatchedForward, has_hooks, is_forward_of_liger
 from poros.kernels.lazy_tensor import LazyTensor
@@ -206,7 +206,7 @@ class _Project(torch.autograd.Function):
         if all(each is None for each in gradients):
             return (None,) * (2 + 2 * len(gradients))
         # A region around the backward alone would cast for some of its products, and not for all.
-        with autocast_as(None, next(each.device for each in gradients if each is not None)):
+        with without_autocast(next(each.device for each in gradients if each is not None)):
             return _backward(ctx, list(gradients))
 
 

@@ -15,12 +15,12 @@ from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
+from poros.kernels.packed_attention import attention_of
 from poros.model.attach import Attachment, host_store
 from poros.model.inspect import Inventory
-from poros.model.measuring import MeasuredSizer, device_memory
+from poros.model.measuring import MeasuredSizer, device_memory, held_num_bytes
 from poros.model.recorded import captures_for, dense_layer_for, workspace_for
 from poros.model.sizing import Estimate, ResidencyPlan, Sizer, shape_of
-from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
 from poros.replay.captures import NEW
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
@@ -95,7 +95,7 @@ class Runtime:
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
-        self._findings: Callable[[], dict[str, Any]] = nothing_checked
+        self._findings: Callable[[], dict[str, Any]] = _nothing_checked
         self.unchecked = ""
         self._num_resizes = 0
         self.num_grouped = 1
@@ -284,7 +284,7 @@ class Runtime:
             that ran ``poros.kernels.lora`` or ``.dora``, and calls that ran PEFT's modules),
             ``num_left_out_adapters`` (calls in recomputations whose result was not needed and not
             computed), ``lora_paths`` (the orders of products: see
-            ``poros.model.stats.adapter_counts``).
+            ``poros.kernels.adapters.KernelStats.counts``).
 
             ``num_replayed_visits`` (of which ``num_joined_visits`` with those of other
             micro-batches in one go) and ``num_eager_visits``: forwards and backwards of layers that
@@ -324,7 +324,7 @@ class Runtime:
             "rows_num_bytes": rows.h2d_num_bytes,
             "head_num_bytes": head.h2d_num_bytes if head else 0,
             "num_resizes": self._num_resizes,
-            **adapter_counts(tally),
+            **(tally or KernelStats()).counts(),
             "num_replayed_visits": captures.num_replays if captures is not None else 0,
             "num_joined_visits": captures.rows.num_joined if captures is not None else 0,
             "num_eager_visits": sum(eager.values()),
@@ -550,3 +550,15 @@ def find_runtime(model: object) -> Runtime | None:
             runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
+
+
+def _nothing_checked() -> dict[str, Any]:
+    """``Runtime.self_check`` for a runtime without a self-check."""
+    return {
+        "mode": "off",
+        "status": "off",
+        "message": None,
+        "proved_with_deterministic_attention": [],
+        "not_provable": [],
+        "kernels": None,
+    }

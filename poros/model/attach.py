@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.head.embedding import keep_on_host
+from poros.head.choice import keep_on_host
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader, keep_head
 from poros.head.takeover import slice_loss

@@ -26,8 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError
-from poros.head.choice import Head, find_head
-from poros.head.embedding import Embedding, choose_embeddings
+from poros.head.choice import Embedding, Head, choose_embeddings, find_head
 from poros.host.layout import is_small
 from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
 from poros.model.adapter_kinds import IN_CACHE, adapter_kinds, require_groupable

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
-from poros.head.choice import find_head
-from poros.head.embedding import find_embeddings
+from poros.head.choice import find_embeddings, find_head
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes

@@ -2,7 +2,7 @@
 
 Note: A store is there or not
     It is written in a hidden folder beside its place (``poros.io.writing``), flushed, and
-    renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
+    renamed: a writer that is killed leaves nothing in its place, and of two writers one waits.
 """
 
 import json

@@ -28,7 +28,7 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
-from poros.gates.report import ParityReport, environment, plain
+from poros.gates.report import ParityReport, environment
 
 Prepare = Callable[..., Any]
 
@@ -53,7 +53,7 @@ def run_parity(
         batches: Micro-batches, as ``poros.gates.reference.train`` takes them.
         prepare: Turns the second model into a streamed one; None is ``poros.prepare``. Tests pass
             their own to inject faults or another stream context.
-        settings: More settings to keep in the report, as plain values.
+        settings: More settings to keep in the report.
         repeat_resident: After a difference, train a third model resident and report whether it
             equals the first.
         is_control: The second arm is not streamed, on purpose; else that is a failure.
@@ -66,7 +66,7 @@ def run_parity(
         PorosError: If the resident model cannot be built because the request is wrong.
     """
     report = ParityReport(subject)
-    report.settings = {**(settings or {}), "training": plain(asdict(spec))}
+    report.settings = {**(settings or {}), "training": asdict(spec)}
     run_arm = partial(train, batches=batches, spec=spec)
     prepare = prepare or poros_prepare()
     try:
@@ -98,7 +98,7 @@ def run_parity(
         if not is_control:
             runtime = poros.runtime(model)
             shape = {"num_blocks": runtime.num_blocks, "num_slots": runtime.num_slots}
-            report.stats = plain({**shape, **runtime.stats()})
+            report.stats = {**shape, **runtime.stats()}
             unstreamed = _unstreamed(model, spec.num_steps * spec.accumulation)
     except Exception as error:
         return _failed(report, "streamed", error)

@@ -13,8 +13,7 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.model.adapter_kinds import adapter_kinds
-from poros.model.targets import is_router
-from poros.model.vision import find_towers
+from poros.model.vision import find_towers, is_router
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -179,7 +178,7 @@ def attach(
         # PEFT passes over options that a layer does not know, and attaches something else.
         raise UnsupportedModelError(
             f"expected adapters of kind {kind!r}, found that PEFT attached "
-            f"{', '.join(map(str, attached.values()))} to {type(base).__name__} in its place"
+            f"{', '.join(attached.values())} to {type(base).__name__} in its place"
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

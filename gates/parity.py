@@ -15,7 +15,7 @@ from poros.gates import tiny
 from poros.gates.arms import Prepare, poros_prepare, run_parity
 from poros.gates.kinds import attach, kind_of
 from poros.gates.reference import TrainingSpec
-from poros.gates.report import ParityReport, plain, render
+from poros.gates.report import ParityReport, render
 from poros.utils.devices import default_device
 
 AS_COMPARED = {"loss": "reference", "adapter_kernels": "fused"}
@@ -153,5 +153,5 @@ def _run(
         partial(prepare or poros_prepare(), **options),
         as_resident=partial(use_adapter_kernels, kernels=kernels) if is_ours else None,
         subject=name if adapter == "lora" else f"{name} with {adapter}",
-        settings=plain({**settings, "policy": policy}),
+        settings={**settings, "policy": policy},
     )

@@ -112,8 +112,8 @@ def train(
     """Train the trainable parameters of ``model`` in place and record every step.
 
     Args:
-        model: A causal LM whose forward returns an object with ``loss``. It is put in training mode
-            and stays there.
+        model: A causal LM with adapters whose forward returns an object with ``loss``. It is put in
+            training mode and stays there.
         batches: Keyword arguments of the model, one mapping per micro-batch, used in order and
             again from the start when they run out.
 
@@ -125,16 +125,8 @@ def train(
     Exactness:
         Two runs from equal bytes on one machine with one thread count are bitwise equal, as far as
         the device's own kernels are deterministic. The caller's random state is left as it was.
-
-    Raises:
-        ValueError: If there are no batches or the model has no trainable parameter.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained or not batches:
-        raise ValueError(
-            f"expected trainable parameters and batches, found {len(trained)} parameters and "
-            f"{len(batches)} batches; attach an adapter before training"
-        )
     device, dtype = next(iter(trained.values())).device, spec.autocast_dtype
     on_gpu = device.type != "cpu"
     optimizer = torch.optim.AdamW(trained.values(), lr=spec.lr, foreach=False, fused=False)

@@ -1,7 +1,7 @@
 """Holds the result of a parity check, as a record for machines and as a table for people."""
 
+import json
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import quoted
-from poros.io.writing import write_json
+from poros.io.writing import write_text
 from poros.self_check.compare import Difference
 from poros.utils.versions import library_versions
 
@@ -37,7 +37,7 @@ class ParityReport:
     subject: str
     """What was checked: an architecture's name or a checkpoint's folder."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Everything that a repetition needs, as plain values."""
+    """Everything that a repetition needs."""
     tallies: dict[str, ComparisonStats] = field(default_factory=dict)
     """Statistics of each compared quantity, in the order of the comparison."""
     differences: list[Difference] = field(default_factory=list)
@@ -91,7 +91,8 @@ class ParityReport:
         """Write the report to ``path`` as JSON; a reader sees the old file or all of the new."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"exact": self.exact, "verdict": self.verdict(), **asdict(self)})
+        values = {"exact": self.exact, "verdict": self.verdict(), **asdict(self)}
+        write_text(path, json.dumps(values, indent=1, default=str) + "\n")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -104,19 +105,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
     }
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Make values fit for JSON: numbers, texts, lists and None stay, the rest becomes text."""
-
-    def fit(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return plain(value)
-        if isinstance(value, list | tuple):
-            return [fit(item) for item in value]
-        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-    return {name: fit(value) for name, value in values.items()}
 
 
 def render(report: ParityReport, console: "Console | None" = None) -> None:

@@ -121,27 +121,27 @@ class Checkpoint:
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
         texts: ``config.json``, and ``generation_config.json`` if there is one, as at ``open``.
-        names: All tensors, shard by shard in the order of their bytes.
+        entries: File, dtype, shape and offset of each tensor by its name, in the order of their
+            bytes, shard by shard.
     """
 
     def __init__(self, path: Path, texts: Mapping[str, bytes], shards: Sequence[Shard]) -> None:
         self.path = path
         self.texts = texts
         self._shards = {shard.file: shard for shard in shards}
-        self._entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for shard in shards:
             for name, entry in shard.header.tensors.items():
-                if name in self._entries:
+                if name in self.entries:
                     raise defect(
                         shard.file,
                         "expected each tensor in one file, found it in "
-                        f"{shown(self._entries[name].file)} too",
+                        f"{shown(self.entries[name].file)} too",
                         tensor=name,
                     )
-                self._entries[name] = entry
-        if not self._entries:
+                self.entries[name] = entry
+        if not self.entries:
             raise defect(path, "expected tensors, found a checkpoint of none")
-        self.names = tuple(self._entries)
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
@@ -172,27 +172,16 @@ class Checkpoint:
         path, texts, files = find_source(source, hub)
         return cls(path, texts, [Shard.open(file) for file in files])
 
-    def entry(self, name: str) -> TensorEntry:
-        """Return the file, dtype, shape and offset of a tensor."""
-        if name not in self._entries:
-            raise defect(
-                self.path,
-                f"expected a tensor {quoted(name)}, found {len(self.names)} others",
-                remedy="check that configuration and weights belong together",
-            )
-        return self._entries[name]
-
     def fetch(self, name: str) -> torch.Tensor:
         """Read the tensor into new memory; a failing disk raises here.
 
         What was begun ahead is there already, or is waited for.
 
         Raises:
-            CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
-                or reading it fails.
+            CheckpointFormatError: If its file has changed since ``open``, or reading it fails.
             HostMemoryError: If there is no memory for it.
         """
-        entry = self.entry(name)
+        entry = self.entries[name]
         shard = self._shards[entry.file]
         asked = self._asked.pop(name, None)
         tensor = asked.result() if asked is not None else shard.read(name, entry)
@@ -212,7 +201,7 @@ class Checkpoint:
         from transformers.core_model_loading import dot_natural_key
 
         try:
-            self._order = sorted(self.names if names is None else names, key=dot_natural_key)
+            self._order = sorted(self.entries if names is None else names, key=dot_natural_key)
         except ValueError as error:  # of digits that are no numbers
             raise defect(
                 self.path, f"expected names that transformers sorts, found {quoted(str(error))}"
@@ -230,7 +219,7 @@ class Checkpoint:
         with self._lock:  # transformers may take slices in several threads
             for index in range(place + 1, len(self._order)):
                 following = self._order[index]
-                entry = self._entries[following]
+                entry = self.entries[following]
                 if left <= 0 or self._is_closed.is_set():
                     break
                 left -= entry.num_bytes
@@ -302,7 +291,7 @@ class CheckpointSlice:
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""
-        return DTYPE_NAMES[self._checkpoint.entry(self._name).dtype]
+        return DTYPE_NAMES[self._checkpoint.entries[self._name].dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""

@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
 from poros.errors import CheckpointFormatError, HostMemoryError, quoted, reason_of
-from poros.io import strict_json
 from poros.io.digests import as_bytes
-from poros.io.reading import open_descriptor, read_into
+from poros.io.reading import open_descriptor, parse_strictly, read_into
 
 MAX_RANK = 64
 """Dimensions of a tensor that torch computes with."""
@@ -114,15 +113,15 @@ def open_regular(file: Path) -> Iterator[tuple[int, os.stat_result]]:
         os.close(descriptor)
 
 
-def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
-    """Read exactly ``num_bytes`` from ``offset``; the position of the descriptor is not used."""
+def read_start(descriptor: int, num_bytes: int, file: Path) -> memoryview:
+    """Read exactly the first ``num_bytes``; the position of the descriptor is not used."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
-    fill(descriptor, target, offset, file)
+    fill(descriptor, target, 0, file)
     return target
 
 
 def fill(descriptor: int, target: memoryview, offset: int, file: Path, **of_defect: str) -> None:
-    """As ``read_at``, into existing memory.
+    """Read from ``offset`` on into existing memory, all of it.
 
     Args:
         of_defect: Tensor and remedy, as ``defect`` takes them.
@@ -190,7 +189,7 @@ def read_header(descriptor: int, file: Path) -> Header:
             "limit of the process (ulimit -v)"
         ) from error
     except (SafetensorError, OSError) as error:
-        start = bytes(read_at(descriptor, min(size, 64), 0, file))
+        start = bytes(read_start(descriptor, min(size, 64), file))
         is_pointer = start.startswith(b"version https://git-lfs")
         raise defect(
             file,
@@ -214,7 +213,7 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
             transformers accepts them in a configuration.
     """
     try:
-        document = strict_json.parse(text.decode()) if strict else json.loads(text.decode())
+        document = parse_strictly(text.decode()) if strict else json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         reason = quoted(str(error)) if isinstance(error, ValueError) else "it is nested too deeply"
         raise defect(file, f"expected a JSON object, found text that is none: {reason}") from error

@@ -11,11 +11,10 @@ import torch
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, quoted
-from poros.host.disk import DiskStore
+from poros.host.disk import DiskStore, watch_saving
 from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attach_store
 from poros.kernels.nf4 import QUANT_TYPES
-from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.build import ONE_AT_A_TIME, fill, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
@@ -38,12 +37,11 @@ from poros.loaders.settings import (
     stored_quantization,
 )
 from poros.loaders.slab_writer import Allocate, SlabWriter
-from poros.loaders.source import CONFIG, GENERATION, commit_of
+from poros.loaders.source import CONFIG, GENERATION, commit_of, read_auxiliary_files
 from poros.loaders.store import About, OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents
 from poros.model.inspect import require_language_model
 from poros.model.origin import Origin, origin_of, put_origin
-from poros.model.saving import watch_saving
 from poros.utils.logging_setup import show_info_by_default
 from poros.utils.versions import library_versions
 
@@ -275,7 +273,7 @@ class _CheckpointLoader:
         names, is_dropping = None, options.vision == "drop"
         if is_dropping:
             with ONE_AT_A_TIME:
-                names = without_towers(model_class, config, checkpoint.names)
+                names = without_towers(model_class, config, checkpoint.entries)
         writer = SlabWriter(path, self._quantizer, allocate, drops_towers=is_dropping)
         slices = checkpoint.slices(names)
         arguments = {"config": config, "dtype": dtype}

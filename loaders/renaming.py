@@ -71,7 +71,7 @@ def without_towers(model_class: Any, config: Any, names: Iterable[str]) -> list[
 def require_whole_experts(checkpoint: Checkpoint) -> None:
     """Refuse experts whose numbers do not count from 0: stacked, each would be another's."""
     experts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in checkpoint.names:
+    for name in checkpoint.entries:
         match = _EXPERT.fullmatch(name)
         if match:
             experts[match[1], match[3]].append(match[2])
@@ -95,16 +95,16 @@ def require_floats(checkpoint: Checkpoint, model: Any, floats: Collection[str]) 
     Args:
         floats: Names of the model's tensors that the configuration wants in floating point.
     """
-    packed = {name.partition(_STATE)[0] for name in checkpoint.names if _STATE in name}
+    packed = {name.partition(_STATE)[0] for name in checkpoint.entries if _STATE in name}
     whole = [
-        name for name in checkpoint.names if not checkpoint.entry(name).dtype.is_floating_point
+        name for name, entry in checkpoint.entries.items() if not entry.dtype.is_floating_point
     ]
     for name, own in own_names(model, whole).items():
         if own.name in floats and name not in packed:
             raise defect(
-                checkpoint.entry(name).file,
+                checkpoint.entries[name].file,
                 "expected weights in floating point for this configuration, found "
-                f"{checkpoint.entry(name).dtype}",
+                f"{checkpoint.entries[name].dtype}",
                 tensor=name,
                 remedy="load the checkpoint that it was made from, which is not quantized",
             )

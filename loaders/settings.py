@@ -3,8 +3,12 @@
 transformers reads them from a folder. It gets a temporary folder with the very texts that were
 checked (and that a store keeps), so that a file which changes meanwhile changes nothing. This
 happens before any weight is read, so that errors in them come early.
+
+A configuration of a few bytes can ask for a billion layers; the bounds here leave room for every
+known model.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from poros.errors import PolicyError, UnsupportedModelError, quoted
 from poros.kernels.nf4 import QUANT_TYPES
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import require_bounded
 from poros.loaders.source import CONFIG, GENERATION
 
 if TYPE_CHECKING:
@@ -28,6 +31,14 @@ AUTO_CLASSES = {
 """Auto classes for other models than language models, with the mapping that each looks up."""
 
 _MAX_SAID = 10_000  # characters that are looked at
+
+# What is built once per unit: "num_hidden_layers", "n_layer", "decoder_layers", "depth".
+_LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?|stages?)$")
+_EXPERTS = re.compile(r"(^|_)experts$")
+_MOST = {_LAYERS: 4096, _EXPERTS: 200_000, re.compile(r"(^|_)labels$"): 100_000}
+"""The largest numbers in a configuration, by the ends of their names."""
+_MAX_DEPTH = 64
+"""The deepest nesting of a configuration; those of models have up to five levels."""
 
 # transformers takes these for any configuration, whether it has such a field or not.
 _ALWAYS_FIELDS = frozenset(
@@ -56,7 +67,7 @@ def configuration(
 
     Raises:
         CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
-            than the bounds allow (``poros.loaders.limits``).
+            than the bounds allow.
         PolicyError: If an option is no field of the configuration.
     """
     fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
@@ -75,6 +86,41 @@ def configuration(
             config = _parsed(path, folder, options)
     config.name_or_path = str(path)
     return config
+
+
+def require_bounded(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse a configuration that asks for more than the bounds allow."""
+    most = dict.fromkeys(_MOST, 1.0)
+    for name, value in _items(config, file):
+        for pattern, bound in _MOST.items():
+            if isinstance(value, int | float) and pattern.search(name):
+                _require_at_most(bound, name, value, file)
+                most[pattern] = max(most[pattern], value)
+    product = most[_LAYERS] * most[_EXPERTS]
+    _require_at_most(_MOST[_EXPERTS], "layers times experts", int(product), file)
+
+
+def _require_at_most(most: int, name: str, value: float, file: Path) -> None:
+    if value > most:
+        raise defect(
+            file,
+            f"expected {quoted(name, is_bare=True)} of at most {most}, found {quoted(value)}",
+            remedy="check the file",
+        )
+
+
+def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a configuration, nested ones too; items of a list have its name."""
+    if depth > _MAX_DEPTH:
+        raise defect(file, f"expected at most {_MAX_DEPTH} levels, found it nested too deeply")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _items(inner, file, str(key), depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _items(inner, file, name, depth + 1)
+    else:
+        yield name, value
 
 
 def _refuse_hub_kernels(path: Path, config: Any) -> None:

@@ -1,18 +1,22 @@
 """Finds a checkpoint's configuration, index and tensor files.
 
 Files are chosen as transformers chooses them, so that both read the same bytes. Links are followed,
-because a hub cache consists of them; what an index names must lie in its folder by name.
+because a hub cache consists of them; what an index names must lie in its folder by name. A sparse
+file that takes no room on the disk can have any length, so each has a limit.
+
+Auxiliary files (tokenizer, processor, licence) are copied unread into what is made of a checkpoint;
+code is not copied. Without them ``AutoTokenizer.from_pretrained(store)`` would give a tokenizer
+with an empty vocabulary, and no error.
 """
 
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
-from poros.loaders.auxiliary_files import AUXILIARY_FILES
-from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import MAX_INDEX_NUM_BYTES, read_small
+from poros.loaders.header import defect, open_regular, parse_json, read_start, shown
 from poros.loaders.names import is_repository
 
 CONFIG = "config.json"
@@ -20,6 +24,35 @@ GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps further chat templates."""
+
+AUXILIARY_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+    f"{TEMPLATES}/*.jinja",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Names of these files, as patterns."""
+
+MAX_CONFIG_NUM_BYTES = 4 * 2**20
+"""Limit for ``config.json`` and for each other file of settings."""
+MAX_INDEX_NUM_BYTES = 100_000_000
+"""Limit for the index of a sharded checkpoint."""
+MAX_AUXILIARY_NUM_BYTES = 256 * 2**20
+"""Limit for each tokenizer file, and each other small file that goes into a store."""
 
 _MAX_NAME = 1024  # characters of a file's name in an index
 
@@ -77,6 +110,37 @@ def find_config(source: str | os.PathLike[str]) -> tuple[Path, dict[str, bytes]]
     if not os.path.lexists(path / CONFIG):
         _refuse_adapter(path)
     return path, {CONFIG: _read_config(path, source)}
+
+
+def read_small(file: Path, most: int = MAX_CONFIG_NUM_BYTES) -> bytes:
+    """Read a file of at most ``most`` bytes."""
+    with open_regular(file) as (descriptor, status):
+        if not 0 < status.st_size <= most:
+            kind = " of JSON" if file.suffix == ".json" else ""
+            raise defect(file, f"expected 1 to {most} bytes{kind}, found {status.st_size}")
+        return bytes(read_start(descriptor, status.st_size, file))
+
+
+def read_auxiliary_files(path: Path) -> dict[str, bytes]:
+    """Read a folder's auxiliary files, by name."""
+    try:
+        entries = [*path.iterdir(), *path.glob(f"{TEMPLATES}/*")]
+        names = sorted(str(each.relative_to(path)) for each in entries)
+        ours = [name for name in names if is_auxiliary_file(name) and not (path / name).is_dir()]
+        # An empty file holds nothing, and the limit would refuse it.
+        filled = [name for name in ours if (path / name).stat().st_size]
+    except OSError as error:
+        where = Path(error.filename or path)
+        raise defect(where, f"expected to read it, found: {error.strerror}") from error
+    return {name: read_small(path / name, MAX_AUXILIARY_NUM_BYTES) for name in filled}
+
+
+def is_auxiliary_file(name: str) -> bool:
+    """Whether a file of that name goes into a store; code never does."""
+    in_place = "/" not in name.removeprefix(f"{TEMPLATES}/")
+    has_code = name.endswith((".py", ".safetensors", ".bin", ".pt", ".pth", ".pkl"))
+    matches = any(fnmatchcase(name, pattern) for pattern in AUXILIARY_FILES)
+    return in_place and matches and not has_code and name.isprintable()
 
 
 def _read_config(folder: Path, source: str | os.PathLike[str]) -> bytes:

@@ -32,8 +32,6 @@ from poros.errors import quoted
 from poros.host.layout import BlockLayout, TensorSpec
 from poros.host.store import HostStore
 from poros.io.digests import Identity, as_bytes, identity_of, num_threads, sha256
-from poros.io.writing import PARTIAL
-from poros.loaders.auxiliary_files import is_auxiliary_file
 from poros.loaders.checkpoint import new_bytes
 from poros.loaders.header import (
     DTYPE_NAMES,
@@ -46,7 +44,7 @@ from poros.loaders.header import (
     read_header,
     scratch,
 )
-from poros.loaders.limits import MAX_AUXILIARY_NUM_BYTES, read_small
+from poros.loaders.source import MAX_AUXILIARY_NUM_BYTES, is_auxiliary_file, read_small
 from poros.model.origin import Origin
 
 SLABS, REST = "slabs.bin", "rest.safetensors"
@@ -225,12 +223,6 @@ def open_store(directory: str | os.PathLike[str]) -> Iterator[OpenStore]:
         directory: What ``StoreWriter.commit`` returned.
     """
     path = Path(directory).absolute()
-    if path.name.endswith(PARTIAL):
-        raise defect(
-            path,
-            "expected a store, found one that was not finished",
-            remedy="remove it if it is old",
-        )
     if not is_store(path):
         raise defect(
             path,

@@ -2,7 +2,7 @@
 
 Note: A store is there or not
     It is written in a hidden folder beside its place (``poros.io.writing``), flushed, and
-    renamed: a writer that is killed leaves nothing that opens, and of two writers one waits.
+    renamed: a writer that is killed leaves nothing in its place, and of two writers one waits.
 """
 
 import json
@@ -36,11 +36,12 @@ from poros.loaders.store import (
 )
 
 
-class StoreWriter:
+class StoreWriter(ExitStack):
     """Writes a store: fill the slabs of ``host``, then ``commit``. A context manager.
 
     The slabs are mapped from the file itself, so a base larger than the memory can be written: the
-    system writes pages out as it needs to. Leaving the context without ``commit`` removes all.
+    system writes pages out as it needs to. Leaving the context without ``commit`` removes all, and
+    so does ``close``.
 
     Args:
         directory: Where the store will be. Its parent must exist; it must not, or be empty.
@@ -48,13 +49,13 @@ class StoreWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
+        super().__init__()
         self.directory = Path(directory).resolve()
         self.host = HostStore([])
         self._layouts = list(layouts)
-        self._undo = ExitStack()
         try:
             with writing(self.directory):
-                self._partial = self._undo.enter_context(partial_folder(self.directory))
+                self._partial = self.enter_context(partial_folder(self.directory))
                 self._map_slabs()
         except BaseException:
             self.close()
@@ -94,26 +95,16 @@ class StoreWriter:
         finally:
             self.close()
 
-    def close(self) -> None:
-        """Release the slabs and remove an uncommitted folder. Idempotent."""
-        self.host = HostStore([])
-        self._undo.close()
-
-    def __enter__(self) -> "StoreWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _map_slabs(self) -> None:
         size = slabs_num_bytes(self._layouts)
         descriptor = os.open(self._partial / SLABS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._undo.callback(os.close, descriptor)
+        self.callback(os.close, descriptor)
         if size:
             # A page that found no room later would end the process with a signal.
             os.posix_fallocate(descriptor, 0, size)
         arena = Arena(size, file=descriptor) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
+        self.callback(setattr, self, "host", HostStore([]))
 
 
 def save_rest(

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from poros.errors import quoted
-from poros.loaders.auxiliary_files import AUXILIARY_FILES
 from poros.loaders.header import defect
 from poros.loaders.settings import describe_error, refuse_code
-from poros.loaders.source import CONFIG, fetch
+from poros.loaders.source import AUXILIARY_FILES, CONFIG, fetch
 
 _LEAST_TOKENS = 2
 

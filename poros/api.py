@@ -11,14 +11,13 @@ from poros.config import ADAPTER_KERNELS, MIN_SLOTS, StreamingPolicy, require_lo
 from poros.cuda_streams import streams_for
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.kernels.adapters import KernelStats, tally_of
-from poros.kernels.patching import unpatch
+from poros.kernels.forwards import unpatch
 from poros.kernels.use import are_used, patch
 from poros.model.adapter_kinds import require_groupable
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
-from poros.model.stats import adapter_counts
-from poros.model.targets import leave_out_dropped
+from poros.model.vision import leave_out_dropped
 from poros.replay.graphs import Recorder
 from poros.stream.adapters import is_adapter_module
 from poros.stream.settings import settle
@@ -170,7 +169,7 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     from poros.self_check.check import SelfCheck
 
     check = SelfCheck(runtime, inventory.layers, runtime.policy.self_check)
-    runtime.watch_with(check)
+    runtime.watch_with(check, check.watch_rows, check.findings)
 
 
 def _estimate(
@@ -298,7 +297,7 @@ def kernel_stats(model: nn.Module) -> dict[str, Any]:
             f"expected a model with adapter kernels, found a {type(model).__name__} without; call "
             "poros.use_adapter_kernels(model) first"
         )
-    return adapter_counts(tally)
+    return tally.counts()
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:

@@ -120,7 +120,6 @@ class StreamingPolicy:
     def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, at_least=1)
         if self.vram_budget is not None:
-            parse_num_bytes(self.vram_budget, "vram_budget")
             _require_unit(self.vram_budget, "vram_budget")
         if self.slots is not None:
             _require_int("slots", self.slots, at_least=MIN_SLOTS)

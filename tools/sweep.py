@@ -24,10 +24,10 @@ from poros.errors import PorosError
 from poros.gates import registry as records
 from poros.gates import tiny
 from poros.gates.kinds import KINDS, kind_of
-from poros.gates.multimodal import MULTIMODAL
 from poros.gates.parity import check_architecture
 from poros.gates.registry import OUTCOMES, Outcome, Record, Registry, read_registry
 from poros.gates.report import ParityReport, environment
+from poros.gates.tiny import MULTIMODAL
 from poros.io.writing import write_text
 from tools.adversary import AdversarialStreams
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from poros.errors import RecipeError, quoted
 from poros.loaders.settings import describe_error
-from poros.model.targets import excluded_modules, with_own
+from poros.model.vision import excluded_modules, with_own
 from poros.planning.meta_model import with_adapters
 from poros.recipes.passing import refusals
 from poros.recipes.recipe import Recipe

@@ -19,8 +19,7 @@ from typing import Any
 
 from poros.errors import quoted, reason_of
 from poros.finetune.forms import FORMATS
-from poros.io import strict_json
-from poros.io.reading import open_regular
+from poros.io.reading import open_regular, parse_strictly
 from poros.loaders.names import is_local
 from poros.recipes.recipe import DataPart
 from poros.recipes.sources import Kind, files_of, kind_of, suffix_of
@@ -113,7 +112,7 @@ def _parsed(text: str, shown: str, line: int, note: Note) -> Iterator[Any]:
         line: The line of the file that the text begins on.
     """
     try:
-        yield strict_json.parse(text)
+        yield parse_strictly(text)
     except json.JSONDecodeError as error:
         where = f"{shown}:{line + error.lineno - 1}:{error.colno}"
         note(where, f"expected JSON, found: {error.msg}; {_JSON_REMEDY}")

@@ -43,7 +43,7 @@ from poros.finetune.checkpoints import StagedCheckpoints, note_best
 from poros.finetune.images import ImageCollator
 from poros.finetune.tokens import Tokens
 from poros.kernels import packed_attention
-from poros.model.stats import attention_of
+from poros.kernels.packed_attention import attention_of
 from poros.recipes.passing import config_of, refusals
 from poros.recipes.recipe import Recipe
 from poros.utils.formatting import counted

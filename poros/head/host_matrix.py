@@ -36,9 +36,6 @@ class HostMatrix(torch.Tensor):
         host: The bytes: of shape (rows, columns), contiguous, on the CPU.
         reader: Brings rows to the device.
         name: The parameter's qualified name, for messages.
-
-    Attributes:
-        host: See above.
     """
 
     host: torch.Tensor

@@ -23,6 +23,7 @@ from torch.utils import _pytree
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.loss import Step
+from poros.stream.marks import version_of
 from poros.stream.settings import AutocastState
 from poros.stream.within import on_plain_tensors
 
@@ -98,7 +99,7 @@ class Origin:
             autocast=autocast,
             hooks=_saved_tensor_hooks(),
             kept=kept,
-            versions=list(map(_version_of, kept)),
+            versions=list(map(version_of, kept)),
         )
 
     def intact(self) -> torch.Tensor:
@@ -107,7 +108,7 @@ class Origin:
         Raises:
             PreparedModelError: If they, or the head, were written to since the head was called.
         """
-        if self.versions != list(map(_version_of, self.kept)):
+        if self.versions != list(map(version_of, self.kept)):
             raise PreparedModelError(
                 "logits: expected the hidden states and the head that they are computed from, "
                 "found them written to before the logits were read. Read the logits first, or "
@@ -140,10 +141,6 @@ class Origin:
 
 def _saved_tensor_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class LazyLogits(torch.Tensor):

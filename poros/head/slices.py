@@ -40,7 +40,6 @@ class SliceReader:
         streams: Of the blocks; slices get a copy stream beside it.
 
     Attributes:
-        matrix: See above.
         h2d_num_bytes: Of the slices that went there so far.
         in_place: Gives what is asked before slices are read, if that is still there.
         check: Called with the name, the matrix, which rows these are, and the rows that came, if

@@ -1,9 +1,12 @@
-"""Opens files for reading, and reads parts of them into existing memory."""
+"""Opens files for reading, reads parts of them into existing memory, and parses JSON strictly."""
 
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from poros.errors import quoted
 
 _AT_ONCE_NUM_BYTES = 64 * 2**20
 
@@ -53,3 +56,32 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def parse_strictly(text: str) -> Any:
+    """Parse JSON as the standard defines it.
+
+    Python's own parser also accepts duplicate keys, NaN, Infinity, and keys with surrogates.
+
+    Raises:
+        json.JSONDecodeError: If it is no JSON.
+        ValueError: If an object has a key twice, a key is no text, or a number is NaN or Infinity.
+        RecursionError: If it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {quoted(twice, limit=40)} twice in one object; remove one")
+    for name in found:
+        if not name.isascii():
+            name.encode()  # UnicodeEncodeError, a ValueError
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write a number or null")

@@ -18,11 +18,10 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.dora import SquaresOfRows, magnitude_of, run_dora
-from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward
+from poros.kernels.forwards import PatchedForward, has_hooks, has_own_forward, replace
 from poros.kernels.grouped import ATTENTION, Projection, Shared, project, share_inputs
 from poros.kernels.lazy_tensor import LazyTensor, forget
 from poros.kernels.lora import ActiveLora, Added, Call, add_lora
-from poros.kernels.patching import replace
 from poros.kernels.paths import PEFT, LoraShape, cheapest, merges, multiply_in_order
 from poros.kernels.product import Product, product_of
 
@@ -100,6 +99,31 @@ class KernelStats:
             yield
         finally:
             self.casts = None
+
+    def counts(self) -> dict[str, Any]:
+        """Count which way adapted modules ran, as in ``Runtime.stats``.
+
+        ``lora_paths`` has ``chosen`` (calls of each order, such as ``f2:b5``), ``shapes`` (the
+        order of each) and ``as_peft`` (calls that PEFT's order alone is defined for, by reason).
+        """
+        shapes = {what: order for what, order in self.orders if isinstance(what, LoraShape)}
+        chosen: Counter[str] = Counter()
+        for shape, order in shapes.items():
+            chosen[order] += self.orders[shape, order]
+        reasons = {
+            what: self.orders[what, order] for what, order in self.orders if what not in shapes
+        }
+        return {
+            "num_fused_adapters": self.num_fused,
+            "num_grouped_adapters": self.num_grouped,
+            "num_unfused_adapters": sum(self.unfused.values()),
+            "num_left_out_adapters": self.num_left_out,
+            "lora_paths": {
+                "chosen": dict(chosen),
+                "shapes": {str(shape): order for shape, order in shapes.items()},
+                "as_peft": reasons,
+            },
+        }
 
     def leaves_out(self, forward: "_Forward") -> bool:
         """Whether the result of that module need not be computed now."""
@@ -324,7 +348,7 @@ def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have PEFT's LoRA modules run by our operator, where it knows what they do.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.patching.unpatch`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     from peft.tuners.lora import Linear4bit
 

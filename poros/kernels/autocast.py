@@ -19,13 +19,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast as it was: in ``dtype``, or off."""
-    if autocast_dtype(device) == dtype:
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast is off on ``device``."""
+    if autocast_dtype(device) is None:
         return nullcontext()
-    if dtype is None:
-        return torch.autocast(device.type, enabled=False)
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    return torch.autocast(device.type, enabled=False)
 
 
 def cached_cast(

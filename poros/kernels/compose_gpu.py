@@ -1,8 +1,5 @@
 """The kernels of ``poros.kernels.compose``, in Triton: each goes over its tensors once."""
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from math import prod
 
 import torch

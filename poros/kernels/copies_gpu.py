@@ -1,8 +1,5 @@
 """The kernel of ``poros.kernels.copies``, in Triton. Casts round to the nearest, ties to even."""
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

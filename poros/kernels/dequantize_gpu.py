@@ -1,8 +1,5 @@
 """The kernel of ``poros.kernels.dequantize``, in Triton."""
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from typing import Any
 
 import torch

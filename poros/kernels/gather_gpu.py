@@ -1,8 +1,5 @@
 """Rows of a matrix in page-locked host memory, read by the GPU itself, in Triton."""
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

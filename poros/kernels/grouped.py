@@ -58,7 +58,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.kernels.autocast import autocast_as, autocast_dtype
+from poros.kernels.autocast import autocast_dtype, without_autocast
 from poros.kernels.copies import copy_all
 from poros.kernels.forwards import PatchedForward, has_hooks, is_forward_of_liger
 from poros.kernels.lazy_tensor import LazyTensor
@@ -206,7 +206,7 @@ class _Project(torch.autograd.Function):
         if all(each is None for each in gradients):
             return (None,) * (2 + 2 * len(gradients))
         # A region around the backward alone would cast for some of its products, and not for all.
-        with autocast_as(None, next(each.device for each in gradients if each is not None)):
+        with without_autocast(next(each.device for each in gradients if each is not None)):
             return _backward(ctx, list(gradients))
 
 
@@ -349,7 +349,7 @@ def share_inputs(
     """Have modules say to ``tally`` which of their projections share an input.
 
     Those whose forward somebody has set are left alone, but for forwards of Liger's, which call
-    the projections as the modules' own do. ``poros.kernels.patching.unpatch`` undoes it.
+    the projections as the modules' own do. ``poros.kernels.forwards.unpatch`` undoes it.
 
     Args:
         names_of: The projections of a module, in order; fewer than two leave it alone.

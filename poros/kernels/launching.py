@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 
+SIZE = 2048
+"""Elements of a program that goes over its tensors once."""
+
 
 def start_kernel(kernel: Any, num_programs: int, *arguments: Any, **constants: Any) -> None:
     """Queue a kernel on the current stream of its first argument's device.
@@ -18,6 +21,15 @@ def start_kernel(kernel: Any, num_programs: int, *arguments: Any, **constants: A
     """
     with torch.cuda.device_of(arguments[0]):
         kernel[num_programs,](*arguments, **constants, enable_fp_fusion=False)
+
+
+def start_elementwise(kernel: Any, *arguments: Any, **constants: Any) -> None:
+    """``start_kernel`` with a program for each ``SIZE`` elements of the first argument.
+
+    The kernel gets the number of elements behind the arguments, and ``SIZE`` among the constants.
+    """
+    number = arguments[0].numel()
+    start_kernel(kernel, ceil_div(number, SIZE), *arguments, number, **constants, SIZE=SIZE)
 
 
 def ceil_div(size: int, of_each: int) -> int:

@@ -22,8 +22,6 @@ class LazyTensor(torch.Tensor):
 
     Args:
         shape: Of the values, which are contiguous.
-        dtype: Likewise.
-        device: Likewise.
         form: Computes them.
         sources: What it reads.
     """

@@ -83,7 +83,6 @@ def add_lora(
         input: Of shape (..., columns), contiguous, not empty.
         a: Of shape (rank, columns), in the dtype of the products.
         b: Of shape (rows, rank), likewise.
-        call: See there.
 
     Returns:
         Of shape (..., rows), in the dtype of the result, or if ``how`` does not keep that, in the

@@ -3,19 +3,11 @@
 Each goes over its tensors once. A value is rounded wherever PEFT's operators would have written it.
 """
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import ceil_div, start_kernel
-
-_SIZE = 2048
-"""Elements of a program."""
+from poros.kernels.launching import start_elementwise
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -59,14 +51,14 @@ def add_scaled(
 ) -> torch.Tensor:
     """``lora.add_scaled`` on a GPU; the sum is in ``dtype``."""
     sum_ = added if added.dtype == dtype else torch.empty_like(result, dtype=dtype)
-    _launch(_add_scaled, result, added, sum_, scaling, ROUNDS=rounds)
+    start_elementwise(_add_scaled, result, added, sum_, scaling, ROUNDS=rounds)
     return sum_
 
 
 def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
     """``lora.scale`` on a GPU."""
     scaled = torch.empty_like(gradient, dtype=dtype)
-    _launch(_scale, gradient, scaled, scaling)
+    start_elementwise(_scale, gradient, scaled, scaling)
     return scaled
 
 
@@ -80,11 +72,7 @@ def masked(
     """``values`` in the dtype ``middle``, times mask and factor, rounded there and to ``dtype``."""
     result = torch.empty_like(values, dtype=dtype)
     # Bytes: what is false is 0, what is true is 1.
-    _launch(_masked, values, mask.view(torch.uint8), result, factor, MIDDLE=_TYPES[middle])
+    start_elementwise(
+        _masked, values, mask.view(torch.uint8), result, factor, MIDDLE=_TYPES[middle]
+    )
     return result
-
-
-def _launch(kernel: Any, *arguments: Any, **constants: Any) -> None:
-    num_elements = arguments[0].numel()
-    num_programs = ceil_div(num_elements, _SIZE)
-    start_kernel(kernel, num_programs, *arguments, num_elements, **constants, SIZE=_SIZE)

@@ -110,7 +110,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How bitsandbytes holds a 4-bit weight. Nothing is checked: see ``loaders.quant_state``."""
+    """How bitsandbytes holds a 4-bit weight. Nothing is checked here."""
 
     quant_type: str
     double_quant: bool
@@ -149,7 +149,6 @@ class Format:
 
         Args:
             parts: As ``form`` of ``shape`` says, on one device; it has no use for packed bytes.
-            shape: Of the weight.
             dtype: Of the weight, one of ``DTYPES``: it comes out in this one again.
         """
         from bitsandbytes.functional import QuantState

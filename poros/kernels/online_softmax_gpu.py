@@ -1,8 +1,5 @@
 """The kernel of ``poros.kernels.online_softmax``, in Triton."""
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

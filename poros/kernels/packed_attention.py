@@ -45,6 +45,15 @@ def takes_cu_seqlens(name: str | None) -> bool:
     )
 
 
+def attention_of(model: nn.Module | None) -> str | None:
+    """Return the attention implementation of a transformers model; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    found: str | None = getattr(config, "_attn_implementation", None)
+    return found
+
+
 def attend_packed(
     module: nn.Module,
     query: torch.Tensor,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from poros.config import LORA_ORDERS
-from poros.kernels.autocast import autocast_as
+from poros.kernels.autocast import without_autocast
 from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.lora import Added, Call, add_scaled, drop, dropout_of, sum_dtype
 from poros.kernels.nodes import saved_tensors, times
@@ -202,7 +202,7 @@ class _Ordered(torch.autograd.Function):
         if gradient is None:
             return (None,) * 5
         # A region around the backward alone would cast for some of its products, and not for all.
-        with autocast_as(None, gradient.device):
+        with without_autocast(gradient.device):
             return _backward(ctx, gradient)
 
 

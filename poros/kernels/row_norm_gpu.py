@@ -6,9 +6,6 @@ float32 are summed; a product of two bfloat16 numbers is exact. So W and A are r
 copy of them is made, and PyTorch's settings for TF32 have no say.
 """
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from typing import NamedTuple
 
 import torch

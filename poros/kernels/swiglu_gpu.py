@@ -5,20 +5,12 @@ it: the exponential is that of CUDA's library, quotients are rounded correctly, 
 derivative the product and sum that CUDA's compiler fuses are fused.
 """
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from poros.kernels.launching import ceil_div, start_kernel
-
-_SIZE = 2048
-"""Elements of a program."""
+from poros.kernels.launching import start_elementwise
 
 
 @triton.jit
@@ -50,7 +42,7 @@ def _silu_mul_backward(gradient, gate, up, of_gate, of_up, num_elements, SIZE: t
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``."""
     product = torch.empty_like(gate)
-    _launch(_silu_mul, gate, up, product)
+    start_elementwise(_silu_mul, gate, up, product)
     return product
 
 
@@ -59,10 +51,5 @@ def silu_mul_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of gate and of up."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-    _launch(_silu_mul_backward, gradient, gate, up, of_gate, of_up)
+    start_elementwise(_silu_mul_backward, gradient, gate, up, of_gate, of_up)
     return of_gate, of_up
-
-
-def _launch(kernel: Any, *tensors: torch.Tensor) -> None:
-    number = tensors[0].numel()
-    start_kernel(kernel, ceil_div(number, _SIZE), *tensors, number, SIZE=_SIZE)

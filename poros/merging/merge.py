@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.io.writing import partial_folder, put_in_place, require_folder, writing
-from poros.loaders.auxiliary_files import read_auxiliary_files
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings, model_class_of
+from poros.loaders.source import read_auxiliary_files
 from poros.merging.adapter import Adapter
 from poros.merging.base import open_base
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
@@ -89,7 +89,7 @@ def merge(
         config.dtype = dtype or config.dtype or checkpoint.float_dtype()
         model_class, config = _class_of(config, saved)
         model = meta_model(config, None, config.dtype, model_class=model_class)
-        own = own_names(model, checkpoint.names)
+        own = own_names(model, checkpoint.entries)
         if saved.is_classifier:  # which has no head for tokens
             known = model.state_dict().keys()
             own = {name: each for name, each in own.items() if each.is_part or each.name in known}
@@ -134,7 +134,7 @@ class _Plan:
         self.written: dict[str, torch.Tensor] = {}
         self._groups: dict[str, list[str]] = {}
         for name, own_name in self._own.items():
-            like = added[name] if name in added else checkpoint.entry(name)
+            like = added[name] if name in added else checkpoint.entries[name]
             written = dtype if dtype and like.dtype.is_floating_point else like.dtype
             self.written[name] = torch.empty(like.shape, dtype=written, device="meta")
             self._groups.setdefault(adapter.groups.get(own_name, own_name), []).append(name)
@@ -202,7 +202,7 @@ def _require_like(
     for name, each in own.items():
         if each.is_part or each.name not in tensors:
             continue
-        entry, like = checkpoint.entry(name), tensors[each.name]
+        entry, like = checkpoint.entries[name], tensors[each.name]
         if entry.shape != like.shape or entry.dtype.is_floating_point != like.is_floating_point():
             raise defect(
                 entry.file,

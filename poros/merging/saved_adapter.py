@@ -13,8 +13,8 @@ import torch
 from poros.errors import PorosError, UnsupportedModelError, quoted
 from poros.loaders.checkpoint import Shard
 from poros.loaders.header import defect, parse_json, shown
-from poros.loaders.limits import read_small, require_bounded
-from poros.loaders.settings import AUTO_CLASSES, describe_error
+from poros.loaders.settings import AUTO_CLASSES, describe_error, require_bounded
+from poros.loaders.source import read_small
 from poros.model.origin import RECORD, Origin
 
 logger = logging.getLogger(__name__)

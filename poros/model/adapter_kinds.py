@@ -7,7 +7,7 @@ or initialise it differently (rsLoRA, PiSSA) are not.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -20,33 +20,24 @@ IN_CACHE = ("prefix_tuning", "cartridge")
 _VARIANT = re.compile(r"_?(\w+?)(Linear|Embedding|Conv\w*)Variant")
 
 
-class AdapterKind(NamedTuple):
-    """One kind of adapter that is in a model."""
+def adapter_kinds(model: nn.Module) -> dict[str, str]:
+    """Find all kinds of adapters in a model, active or not.
 
-    name: str
-    peft_type: str
-    """PEFT's own name of it."""
-    where: str
-    """The class that it was found by."""
-
-    def __str__(self) -> str:
-        return f"{self.name} (PEFT's {self.peft_type}, {self.where})"
-
-
-def adapter_kinds(model: nn.Module) -> dict[str, AdapterKind]:
-    """Find all kinds of adapters in a model, active or not."""
-    attached = {kind.name: kind for module in model.modules() for kind in _of_module(module)}
+    Returns:
+        Descriptions by kind, for messages: with PEFT's own name, and the class it was found by.
+    """
+    attached = {kind: text for module in model.modules() for kind, text in _of_module(module)}
     return {**configured_kinds(getattr(model, "peft_config", None) or {}), **attached}
 
 
-def configured_kinds(configs: Mapping[str, Any]) -> dict[str, AdapterKind]:
+def configured_kinds(configs: Mapping[str, Any]) -> dict[str, str]:
     """Find the kinds that configurations of PEFT name; LoRA's variants show only in layers."""
     names = {
         str(getattr(config.peft_type, "value", config.peft_type)): type(config).__qualname__
         for config in configs.values()
     }
     return {
-        name.lower(): AdapterKind(name.lower(), name, where)
+        name.lower(): _described(name.lower(), name, where)
         for name, where in names.items()
         if name != "LORA"
     }
@@ -56,15 +47,19 @@ def require_groupable(layers_name: str, layers: Sequence[nn.Module]) -> None:
     """Raise ``PolicyError`` unless all adapters in these layers are LoRA, whose A are grouped."""
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
-            for kind in _of_module(module):
-                if kind.name != "lora":
+            for kind, text in _of_module(module):
+                if kind != "lora":
                     raise PolicyError(
-                        f'{name}: expected LoRA with adapter_kernels="grouped", found {kind}; set '
+                        f'{name}: expected LoRA with adapter_kernels="grouped", found {text}; set '
                         'adapter_kernels="fused"'
                     )
 
 
-def _of_module(module: Any) -> Iterator[AdapterKind]:
+def _described(kind: str, peft_type: str, where: str) -> str:
+    return f"{kind} (PEFT's {peft_type}, {where})"
+
+
+def _of_module(module: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(module, BaseTunerLayer):
         return
     where = type(module).__qualname__
@@ -75,13 +70,14 @@ def _of_module(module: Any) -> Iterator[AdapterKind]:
     ]
     kind = known[0] if known else where
     if kind != "lora":
-        yield AdapterKind(kind, kind.upper(), where)
+        yield kind, _described(kind, kind.upper(), where)
         return
     variants = {
         type(variant).__qualname__ for variant in getattr(module, "lora_variant", {}).values()
     }
     if len(variants) < len(getattr(module, "lora_A", ())) or not variants:
-        yield AdapterKind("lora", "LORA", where)
+        yield "lora", _described("lora", "LORA", where)
     for name in sorted(variants):
         match = _VARIANT.fullmatch(name)
-        yield AdapterKind(match[1].lower() if match else name, "LORA", name)
+        kind = match[1].lower() if match else name
+        yield kind, _described(kind, "LORA", name)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.head.embedding import keep_on_host
+from poros.head.choice import keep_on_host
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader, keep_head
 from poros.head.takeover import slice_loss
@@ -24,11 +24,10 @@ from poros.host.layout import BlockLayout
 from poros.host.store import HostStore, attached_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import unpatch
 from poros.kernels.nf4 import Part, is_4bit
-from poros.kernels.patching import unpatch
 from poros.kernels.use import patch
-from poros.model.added_adapters import require_proven
-from poros.model.guards import guards_of
+from poros.model.guards import guards_of, require_proven
 from poros.model.inspect import Inventory
 from poros.model.vision import base_of
 from poros.stream.boundary import (
@@ -84,6 +83,7 @@ class Attachment:
     Args:
         inventory: What ``poros.model.inspect.take_inventory`` found in the model.
         tally: Counts calls of adapters that run our kernels; None runs PEFT's modules.
+        digests: Hash what leaves for host memory, on the way; None if it is never compared.
     """
 
     def __init__(
@@ -92,10 +92,12 @@ class Attachment:
         device: torch.device,
         host: HostStore,
         tally: KernelStats | None,
+        digests: SourceDigests | None,
     ) -> None:
         self._device = device
         self._host = host
         self._tally = tally
+        self._digests = digests
         self._layers_name = inventory.layers_name
         self._blocks = inventory.blocks
         self._small = inventory.small
@@ -107,15 +109,14 @@ class Attachment:
         self._base_origin = torch.device("cpu")
         self._buffers: SmallTensors | None = None
 
-    def move_to_host(self, model: nn.Module, digests: SourceDigests | None) -> None:
-        """Move the frozen tensors that stream into the slabs; hash each on the way."""
+    def move_to_host(self, model: nn.Module) -> None:
+        """Move the frozen tensors that stream into the slabs."""
         left = attached_store(base_of(model)) or self._host
         for tensors, slab in zip(self._blocks, self._host.slabs, strict=True):
             parts = [part for tensor in tensors for part in tensor.parts()]
             left.require_intact()
             for part, spec in zip(parts, slab.layout.tensors, strict=True):
-                if digests is not None:
-                    digests.add(part.name, part.get())
+                self._hash(part.name, part.get())
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
@@ -137,24 +138,17 @@ class Attachment:
             _put(part, copy)
         small.moves.clear()
 
-    def keep_embeddings(
-        self, model: nn.Module, rows: RowReader, digests: SourceDigests | None
-    ) -> None:
+    def keep_embeddings(self, model: nn.Module, rows: RowReader) -> None:
         """Move embeddings' matrices to host memory, where chosen; rows are read on demand."""
         for embedding in self._embeddings:
-            if digests is not None:
-                digests.add(embedding.name, embedding.matrix)
+            self._hash(embedding.name, embedding.matrix)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
             users = [embedding.module]
             rows.lock(embedding.matrix.detach(), "the embedding")
             self._undo.callback(keep_on_host(model, embedding.name, users, rows))
 
     def take_head(
-        self,
-        model: nn.Module,
-        rows: RowReader,
-        streams: StreamContext,
-        digests: SourceDigests | None,
+        self, model: nn.Module, rows: RowReader, streams: StreamContext
     ) -> SliceReader | None:
         """Move the head's matrix to host memory and slice the loss, as chosen.
 
@@ -165,8 +159,7 @@ class Attachment:
         if head is None:
             return None
         if head.is_on_host:
-            if digests is not None:
-                digests.add(head.name, head.matrix)
+            self._hash(head.name, head.matrix)
             (part,) = FrozenTensor(head.name, head.matrix).parts()
             origin, reader = part.get().device, keep_head(head, rows, streams)
             self._moved.append((part, origin))
@@ -262,6 +255,10 @@ class Attachment:
             self._move_back()
         finally:
             self._undo.close()
+
+    def _hash(self, name: str, tensor: torch.Tensor) -> None:
+        if self._digests is not None:
+            self._digests.add(name, tensor)
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.

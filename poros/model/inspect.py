@@ -26,13 +26,11 @@ from transformers.models.auto.modeling_auto import (
 
 from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError
-from poros.head.choice import Head, find_head
-from poros.head.embedding import Embedding, choose_embeddings
+from poros.head.choice import Embedding, Head, choose_embeddings, find_head
 from poros.host.layout import is_small
 from poros.kernels.nf4 import is_4bit, is_params4bit, is_plain
-from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds, require_groupable
-from poros.model.targets import is_router
-from poros.model.vision import base_of, find_towers
+from poros.model.adapter_kinds import IN_CACHE, adapter_kinds, require_groupable
+from poros.model.vision import base_of, find_towers, is_router
 from poros.stream.adapters import adapter_tensors, named_tensors
 from poros.stream.frozen import FrozenTensor
 
@@ -252,7 +250,7 @@ def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
             )
 
 
-def _check_kinds(layers_name: str, kinds: Mapping[str, AdapterKind]) -> None:
+def _check_kinds(layers_name: str, kinds: Mapping[str, str]) -> None:
     """Refuse a model without adapters, and adapters that cannot be recomputed."""
     if not kinds:
         raise UnsupportedModelError(
@@ -401,7 +399,7 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
     )
 
 
-def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> str:
+def _check_records(base: PreTrainedModel, kinds: Mapping[str, str]) -> str:
     """Refuse a family or kinds that are refused on record; name those that are untested."""
     from poros.gates.registry import read_registry
 

@@ -27,12 +27,14 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import PorosError, VRAMBudgetError
+from poros.head.host_matrix import HostMatrix
 from poros.model.sizing import (
     LEAST_KEPT,
     SURELY_KEPT,
@@ -45,11 +47,13 @@ from poros.model.sizing import (
     room_of,
     with_shape,
 )
+from poros.stream.frozen import SmallTensors
 from poros.utils.devices import free_budget
 from poros.utils.formatting import counted, size
 
 logger = logging.getLogger(__name__)
 
+_GRAD: Any = torch._C.TensorBase.grad
 RESERVE = 1.5
 """Factor of the length for which room is given up, once a batch has not fitted."""
 MAX_ROUNDS = 2
@@ -409,6 +413,22 @@ class MeasuredSizer(Sizer):
         except PorosError:
             return False
         return keeps_most(plan, SURELY_KEPT, self._num_together)
+
+
+def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:
+    """Count the device bytes of a model's tensors and gradients, except those in ``small``."""
+    tensors = [*model.parameters(), *model.buffers()]
+    # Read past the property, which code may watch.
+    gradients = map(_GRAD.__get__, model.parameters())
+    tensors += [gradient for gradient in gradients if gradient is not None]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device == device
+        and not isinstance(tensor, HostMatrix)
+        and not small.holds(tensor)
+    }
+    return sum(storages.values())
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

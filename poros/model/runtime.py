@@ -2,31 +2,31 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import UnvalidatedArchitectureError
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
 from poros.kernels.adapters import KernelStats
+from poros.kernels.packed_attention import attention_of
 from poros.model.attach import Attachment, host_store
 from poros.model.inspect import Inventory
-from poros.model.measuring import MeasuredSizer, device_memory
-from poros.model.passes import Passes
+from poros.model.measuring import MeasuredSizer, device_memory, held_num_bytes
 from poros.model.recorded import captures_for, dense_layer_for, workspace_for
-from poros.model.sizing import Estimate, ResidencyPlan, Sizer
-from poros.model.stats import adapter_counts, attention_of, held_num_bytes, nothing_checked
+from poros.model.sizing import Estimate, ResidencyPlan, Sizer, shape_of
 from poros.replay.captures import NEW
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import divide
-from poros.stream.boundary import StreamedLayer, is_streamed
+from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
 from poros.stream.context import LayerCheck, ModelContext
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
@@ -43,19 +43,7 @@ _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
 
 
-class StepCheck(LayerCheck, Protocol):
-    """Looks at the first step: ``poros.self_check.check``."""
-
-    def findings(self) -> dict[str, Any]:
-        """The value of ``Runtime.self_check``."""
-
-    def watch_rows(
-        self, name: str, matrix: torch.Tensor, places: torch.Tensor | slice, rows: torch.Tensor
-    ) -> None:
-        """Check rows of a matrix in host memory that came to the device."""
-
-
-class Runtime(Passes):
+class Runtime:
     """What streams a prepared model. Get it with ``poros.runtime(model)``.
 
     Args:
@@ -107,7 +95,7 @@ class Runtime(Passes):
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
-        self._findings: Callable[[], dict[str, Any]] = nothing_checked
+        self._findings: Callable[[], dict[str, Any]] = _nothing_checked
         self.unchecked = ""
         self._num_resizes = 0
         self.num_grouped = 1
@@ -123,7 +111,7 @@ class Runtime(Passes):
             if policy.adapter_kernels != "peft"
             else None
         )
-        self._attachment = Attachment(inventory, self.device, self.host, self.tally)
+        self._attachment = Attachment(inventory, self.device, self.host, self.tally, self.digests)
         try:
             self._set_up(model, inventory, estimate, recorder)
         except BaseException:
@@ -141,12 +129,12 @@ class Runtime(Passes):
         self.small = SmallTensors(
             inventory.by_layer(), self.device, digests=self.digests is not None
         )
-        attachment.move_to_host(model, self.digests)
+        attachment.move_to_host(model)
         attachment.move_small(self.small)
         self.rows = RowReader(streams)
         attachment.at_detach(self.rows.unlock)
-        attachment.keep_embeddings(model, self.rows, self.digests)
-        self.head = attachment.take_head(model, self.rows, streams, self.digests)
+        attachment.keep_embeddings(model, self.rows)
+        self.head = attachment.take_head(model, self.rows, streams)
         attachment.move_to_device(model)
         if self.device.type == "cuda":
             self.host.pin(self.device)
@@ -296,7 +284,7 @@ class Runtime(Passes):
             that ran ``poros.kernels.lora`` or ``.dora``, and calls that ran PEFT's modules),
             ``num_left_out_adapters`` (calls in recomputations whose result was not needed and not
             computed), ``lora_paths`` (the orders of products: see
-            ``poros.model.stats.adapter_counts``).
+            ``poros.kernels.adapters.KernelStats.counts``).
 
             ``num_replayed_visits`` (of which ``num_joined_visits`` with those of other
             micro-batches in one go) and ``num_eager_visits``: forwards and backwards of layers that
@@ -336,7 +324,7 @@ class Runtime(Passes):
             "rows_num_bytes": rows.h2d_num_bytes,
             "head_num_bytes": head.h2d_num_bytes if head else 0,
             "num_resizes": self._num_resizes,
-            **adapter_counts(tally),
+            **(tally or KernelStats()).counts(),
             "num_replayed_visits": captures.num_replays if captures is not None else 0,
             "num_joined_visits": captures.rows.num_joined if captures is not None else 0,
             "num_eager_visits": sum(eager.values()),
@@ -373,13 +361,93 @@ class Runtime(Passes):
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
         return self.host.slabs[block].bytes
 
-    def watch_with(self, check: StepCheck) -> None:
-        """Have ``check`` see the first call of each layer and the first rows of each embedding."""
-        self._findings = check.findings
+    def watch_with(
+        self,
+        check: LayerCheck,
+        watch_rows: Callable[[str, torch.Tensor, Any, torch.Tensor], None],
+        findings: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Have ``check`` see the first call of each layer, and ``watch_rows`` rows from the host.
+
+        ``findings`` gives the value of ``self_check`` from now on.
+        """
+        self._findings = findings
         self.context.check = check
-        self.rows.check = check.watch_rows
+        self.rows.check = watch_rows
         if self.head is not None:
-            self.head.check = check.watch_rows
+            self.head.check = watch_rows
+
+    def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Check a call of the model, make room for the micro-batch, and record visits that are due.
+
+        Args:
+            holder: Holds the layers.
+            args, kwargs: What it is called with.
+
+        Raises:
+            PreparedModelError: If the call is compiled as a whole.
+            UnvalidatedArchitectureError: If it is to be trained, and nothing has checked it.
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
+        """
+        refuse_tracing(type(holder).__name__)
+        if self.unchecked and torch.is_grad_enabled():
+            raise UnvalidatedArchitectureError(
+                "expected a check of what is trained: the self-check, or an exact record of the "
+                'family and its adapters, found self_check="off" and that no gate has run '
+                f'{self.unchecked}. Prepare it with self_check="strict", or run it under '
+                "torch.no_grad()"
+            )
+        stand_in = None if self.context.in_place is None else self.context.in_place()
+
+        def make_room() -> None:
+            if torch.is_grad_enabled() and self.sizer.decides:
+                self._make_room(args, kwargs)
+
+        if stand_in is None:
+            make_room()
+        elif not stand_in.begin_pass(make_room):
+            return  # its micro-batch is on its way already
+        self.context.begin_pass()
+        if self.captures is not None:
+            self.context.visits.end_all()
+            layers, is_on = list(self.streamed_layers()), self.sizer.replays
+            are_rows = stand_in is not None and stand_in.are_rows
+            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows):
+                self.sizer.recorded()
+        if stand_in is not None:
+            stand_in.enter(holder, (*args, *kwargs.values()))
+
+    def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Give the blocks the room that suits a micro-batch, before its layers run."""
+        shape = shape_of(args, kwargs, self.num_grouped)
+        if shape is None:
+            return
+        is_checking = self.self_check["status"] == "pending"
+        room = self.sizer.begin(shape, self.room, is_checking, self._adapters())
+        if room == self.room:
+            return
+        try:
+            self.resize(room)
+        except torch.OutOfMemoryError as error:
+            refusal = self.sizer.refused("vram_budget", error)
+            if refusal is not None:
+                raise refusal from error
+            self.resize(ResidencyPlan(MIN_SLOTS, 0, self.room.offload_inputs))
+        self.sizer.made_room()
+
+    def streamed_layers(self) -> Iterator[StreamedLayer]:
+        for reference in self._layers:
+            layer = reference()
+            if layer is not None:
+                yield streamed_layer(layer)
+
+    def _adapters(self) -> object:
+        """Differs if what is trained in the first layer with adapters does."""
+        for layer in self.streamed_layers():
+            parameters = layer.contents().adapters().parameters
+            if parameters:
+                return [(id(parameter), parameter.dtype) for parameter in parameters]
+        return []
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""
@@ -482,3 +550,15 @@ def find_runtime(model: object) -> Runtime | None:
             runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
+
+
+def _nothing_checked() -> dict[str, Any]:
+    """``Runtime.self_check`` for a runtime without a self-check."""
+    return {
+        "mode": "off",
+        "status": "off",
+        "message": None,
+        "proved_with_deterministic_attention": [],
+        "not_provable": [],
+        "kernels": None,
+    }

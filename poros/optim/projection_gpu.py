@@ -1,8 +1,5 @@
 """The tiles of ``poros.optim.projection``, in Triton: the same integers, the same bits."""
 
-# Kernels state no types, and what is decorated has none.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from typing import Any
 
 import torch

@@ -27,11 +27,10 @@ from transformers.utils.output_capturing import _active_collector
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import KernelStats
-from poros.kernels.packed_attention import takes_cu_seqlens
-from poros.kernels.patching import unpatch, use_others
+from poros.kernels.forwards import unpatch, use_others
+from poros.kernels.packed_attention import attention_of, takes_cu_seqlens
 from poros.kernels.use import patch
 from poros.model.inspect import find_layers
-from poros.model.stats import attention_of
 from poros.model.vision import base_of
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, least_plan, plan_for
 from poros.planning.meta_model import Recipe, shapes_of

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
-from poros.head.embedding import stays_on_host
+from poros.head.choice import stays_on_host
 from poros.host.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds, optimizer_cost
 from poros.replay.graphs import MOST_FLOP

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
-from poros.head.choice import find_head
-from poros.head.embedding import find_embeddings
+from poros.head.choice import find_embeddings, find_head
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
@@ -35,10 +34,9 @@ from poros.loaders.settings import (
 )
 from poros.loaders.slab_writer import quantize_on_meta
 from poros.loaders.source import find_config
-from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
+from poros.model.adapter_kinds import adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers, require_language_model
-from poros.model.targets import excluded_modules
-from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
+from poros.model.vision import are_dropped, base_of, drop_towers, excluded_modules, find_towers
 from poros.planning.formula import Shapes, SlicedHead
 from poros.planning.request import require_positive
 from poros.stream.frozen import FrozenTensor, small_parts
@@ -78,7 +76,7 @@ class Recipe:
     vision: str = "keep"
     """As in ``poros.load``."""
     on_language_model: bool = False
-    """Whether adapters leave out towers and routers (``poros.model.targets``)."""
+    """Whether adapters leave out towers and routers (``poros.model.vision``)."""
     model_class: Any = None
     """Class of the model; None takes the language model that the configuration chooses."""
     counts_all: bool = False
@@ -212,8 +210,8 @@ def _as_shipped(model_class: Any) -> Any:
     return getattr(shipped, model_class.__name__)
 
 
-def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
-    others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
+def _refuse_uncounted(kinds: Mapping[str, str]) -> None:
+    others = [found for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
         known = ", ".join(sorted(COUNTED_KINDS))
         raise UnsupportedModelError(

@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.self_check.compare import differing
 from poros.stream.boundary import streamed_layer
+from poros.stream.marks import version_of
 from poros.stream.rng import RngStash, Start
 from poros.stream.settings import Surroundings
 from poros.stream.within import Within
@@ -188,7 +189,7 @@ def tensors_in(arguments: Any) -> list[torch.Tensor]:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return list(map(version_of, tensors))
 
 
 def drawn_states(device: torch.device) -> RngStash:

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.kernels.autocast import cached_cast
-from poros.kernels.patching import use_others
+from poros.kernels.forwards import use_others
 from poros.model.runtime import Runtime
 from poros.self_check.evidence import (
     CallSnapshot,

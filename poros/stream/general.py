@@ -30,11 +30,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from poros.errors import RematerializationError, UnsupportedModelError
+from poros.io.digests import sums_of_bits
 from poros.kernels.adapters import note_last, recomputing
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.lazy_tensor import forget, values_of
 from poros.kernels.nodes import weakly
-from poros.kernels.sums import sums_of_bits
 from poros.slots.schedule import Phase
 from poros.stream.adapters import ProxyLeaf
 from poros.stream.args import as_result, copied

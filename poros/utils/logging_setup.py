@@ -8,7 +8,6 @@ silences them.
 import logging
 import sys
 import time
-from collections.abc import Callable
 
 _PACKAGE = "poros"
 _SECONDS = 3.0  # between two lines of progress, and before the first
@@ -52,20 +51,13 @@ class ProgressLog:
         message: Has placeholders for the values of ``step``, as in ``logging``.
     """
 
-    def __init__(
-        self,
-        logger: logging.Logger,
-        message: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, logger: logging.Logger, message: str) -> None:
         self._logger, self._message = logger, message
-        self._clock = clock
-        self._last = clock()
+        self._last = time.monotonic()
 
     def step(self, *values: object) -> None:
         """Count one iteration; log ``values`` if the last line is old enough."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._last >= _SECONDS:
             self._last = now
             self._logger.info(self._message, *values)

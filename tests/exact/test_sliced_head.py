@@ -223,10 +223,10 @@ def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: Patch) -> 
         return isinstance(weights[0], HostMatrix), isinstance(weights[1], HostMatrix)
 
     assert on_host(loss="chunked") == (False, False)
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes)
+    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", head_of(build()).nbytes)
     assert on_host(loss="chunked") == (True, True)
     assert on_host(loss="reference", stream_embedding=False) == (False, False)
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes + 1)
+    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", head_of(build()).nbytes + 1)
     assert on_host(loss="chunked") == (False, False)
 
 
@@ -375,7 +375,7 @@ def test_the_head_has_a_place_once_every_block_has_one(
     architecture: str, monkeypatch: Patch
 ) -> None:
     """Copied once, sliced as before; and it leaves with the slots."""
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
+    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", 1)
     expected = run(with_sliced_loss(build(architecture)))
     policy = {**ON_HOST, "stream_head": None}
     model = with_sliced_loss(build(architecture), **policy, slots=NUM_LAYERS)
@@ -397,7 +397,7 @@ def test_the_head_has_a_place_once_every_block_has_one(
 
 
 def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
+    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", 1)
     model = with_sliced_loss(build(), **{**ON_HOST, "stream_head": None})
     runtime = poros.runtime(model)
     before = runtime.stats()["device_num_bytes"]

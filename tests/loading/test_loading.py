@@ -20,8 +20,8 @@ from transformers import BitsAndBytesConfig
 import poros.loaders.load
 from poros.errors import HostMemoryError, UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.multimodal import MULTIMODAL
 from poros.gates.registry import read_registry
+from poros.gates.tiny import MULTIMODAL
 from poros.host.disk import DiskStore
 from poros.host.store import attached_store
 from poros.loaders import slab_writer

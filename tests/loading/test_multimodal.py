@@ -25,7 +25,7 @@ from poros.gates.kinds import attach
 from poros.kernels.nf4 import double_quantization
 from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
-from poros.model.targets import excluded_modules
+from poros.model.vision import excluded_modules
 from tests.comparing import compare_mappings
 from tests.covers import with_slow
 from tests.loading.loaded import tensors
@@ -76,7 +76,7 @@ RUN: Any = {"sizes": (3, 1), "padded": True}
 
 def names(path: Path) -> list[str]:
     with Checkpoint.open(path) as checkpoint:
-        return list(checkpoint.names)
+        return list(checkpoint.entries)
 
 
 @pytest.mark.parametrize("name", with_slow(FAMILIES, ["mistral3", "qwen3_5"]))

@@ -77,7 +77,7 @@ def write(name: str, folder: Path) -> Path:
 # Images.
 
 IMAGE_TOKEN = 505
-"""As in ``poros.gates.multimodal``."""
+"""As in ``poros.gates.tiny``."""
 NUM_TOKENS = 4
 Batch = dict[str, torch.Tensor]
 

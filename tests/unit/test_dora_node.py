@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from poros.kernels.adapters import KernelStats
-from poros.kernels.patching import unpatch
+from poros.kernels.forwards import unpatch
 from poros.kernels.use import patch
 from tests.operators import made_by
 from tests.unit.rounding import UNITS

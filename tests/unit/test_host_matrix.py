@@ -12,7 +12,7 @@ from torch import nn
 
 from poros.eager_streams import EagerStreams
 from poros.errors import PreparedModelError
-from poros.head.embedding import keep_on_host
+from poros.head.choice import keep_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
 from tests.support import same_bits

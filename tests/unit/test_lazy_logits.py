@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin
-from poros.kernels.sums import sums_of_bits
+from poros.io.digests import sums_of_bits
 
 V, H = 40, 8
 Program = Callable[[torch.Tensor], Any]

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,10 +62,14 @@ def test_logging_that_is_configured_later_takes_over(monkeypatch: pytest.MonkeyP
     assert logger.handlers == [] and logger.level == logging.NOTSET
 
 
-def test_a_long_loop_logs_its_progress(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_loop_logs_its_progress(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line every three seconds by its clock; control: nothing, if it is over by then."""
     now = [0.0]
-    progress = ProgressLog(logging.getLogger("poros.x"), "poros: %d of %d", clock=lambda: now[0])
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("poros.utils.logging_setup.time", clock)
+    progress = ProgressLog(logging.getLogger("poros.x"), "poros: %d of %d")
     with caplog.at_level(logging.INFO, logger="poros"):
         for number in range(10):
             now[0] = number * 0.29

@@ -115,6 +115,16 @@ def best_of(args: Any, last: Path) -> Path:
     return best if best.is_dir() else last
 
 
+def has_stopped_early(checkpoint: Path) -> bool:
+    """Whether early stopping ends a run there: as many validations without a better metric."""
+    state = json.loads((checkpoint / "trainer_state.json").read_bytes())
+    found = state["stateful_callbacks"].get("EarlyStoppingCallback")
+    if found is None:
+        return False
+    counter: int = found["attributes"]["early_stopping_patience_counter"]
+    return counter >= int(found["args"]["early_stopping_patience"])
+
+
 def _mark_complete(checkpoint: Path) -> None:
     paths = sorted(each for each in checkpoint.rglob("*") if each.is_file())
     files = {str(path.relative_to(checkpoint)): _size_and_digest(path) for path in paths}

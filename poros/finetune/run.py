@@ -15,7 +15,7 @@ from poros.config import StreamingPolicy
 from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import summary
 from poros.finetune.adapters import adapter_config, require_targets
-from poros.finetune.checkpoints import best_of
+from poros.finetune.checkpoints import best_of, has_stopped_early, numbered
 from poros.finetune.data import Rows
 from poros.finetune.images import image_dataset, load_processor, require_images
 from poros.finetune.liger import choose_liger, use_liger
@@ -179,6 +179,8 @@ def finetune(
         notes.append(f"keys that nothing reads: {', '.join(train.unused)}")
     if run.checkpoint is not None:
         what = "finished" if finished(given) else "going on"
+        if has_stopped_early(run.checkpoint):
+            what = "ended by early stopping"
         notes.append(f"{what} after step {run.step} of {size.num_steps}")
     planner = summary.planner_of(recipe, config, adapter)
     plan = summary.planned(recipe, size, planner, device)
@@ -294,7 +296,7 @@ def _dataset(
 
 def _train(recipe: Recipe, run: RunFolder, trainer: "Trainer", total: int) -> Path:
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
-    if run.checkpoint is not None and run.step >= total:
+    if run.checkpoint is not None and (run.step >= total or has_stopped_early(run.checkpoint)):
         _load_finished(trainer, best_of(trainer.args, run.checkpoint))
         return _save(recipe, trainer, run)
     stopping = Stopping()
@@ -307,7 +309,9 @@ def _train(recipe: Recipe, run: RunFolder, trainer: "Trainer", total: int) -> Pa
     finally:
         gc.unfreeze()
     is_finished = trainer.state.global_step >= trainer.state.max_steps
-    if stopping.signal is not None and not is_finished:
+    if stopping.signal is not None and not (
+        is_finished or has_stopped_early(numbered(run.path)[0][1])
+    ):
         raise Interrupted(
             f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; a "
             f"checkpoint is in {quoted(str(run.path), is_bare=True)}, and the same command goes on "

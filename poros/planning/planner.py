@@ -18,10 +18,9 @@ from poros.errors import (
     VRAMBudgetError,
     quoted,
 )
-from poros.kernels.packed_attention import takes_cu_seqlens
+from poros.kernels.packed_attention import attention_of, takes_cu_seqlens
 from poros.loaders.settings import describe_error
 from poros.model.sizing import SURELY_KEPT, keeps_most
-from poros.model.stats import attention_of
 from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
+import signal
 from array import array
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,14 @@ from packaging.version import Version
 from peft import LoraConfig
 
 from poros.errors import RecipeError
+from poros.finetune import run as running
 from poros.finetune.tokens import Tokens
 from poros.finetune.trainers import _OURS, require_metric
 from poros.recipes import passing
 from poros.recipes.recipe import METHODS, Recipe, TrainingPart, named, settings
 from tests.finetune import arms
 from tests.finetune.arms import arm
-from tests.finetune.subjects import break_at, recipe_of, run, write_rows
+from tests.finetune.subjects import Broken, at_step, break_at, recipe_of, run, write_rows
 
 
 def becoming_worse(folder: Path, max_steps: int) -> dict[str, Any]:
@@ -61,6 +65,31 @@ def test_a_run_that_becomes_no_better_ends(
     break_at(monkeypatch, recipe, number - 1)
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
+
+
+def test_a_run_that_early_stopping_has_ended_is_over(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a signal came in its last step, if no adapter was written, and if it may be longer."""
+    options = arms.settings(model, data, "text") | becoming_worse(tmp_path, 12)
+    options |= {"training__early_stopping_patience": 2, "output__folder": tmp_path / "run"}
+    expected = run(recipe_of(**{**options, "output__folder": tmp_path / "whole"}))
+    last = len(expected.losses)
+    recipe = recipe_of(**options)
+
+    def save(*arguments: Any) -> Path:
+        raise Broken
+
+    # A second one would kill: steps are logged twice, with their loss and with a validation's.
+    send = cache(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        at_step(patch, last - 1, send)
+        patch.setattr(running, "_save", save)
+        run(recipe)
+    for steps in (12, 24):
+        found = run(recipe_of(**{**options, "training__max_steps": steps}))
+        assert f"ended by early stopping after step {last} of {steps}" in found.said
+        assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -46,7 +46,7 @@ STEP = tuple(
         "replay": "call captures casts forms graphs recording remat routing rows uses",
         "accumulation": "calls distributed draws foreign gradients group head host_values names "
         "in_place loop micro_batch modules observed parked trainer",
-        "model": "measuring runtime sizing",
+        "model": "measuring passes runtime sizing",
     }.items()
     for name in names.split()
 )

@@ -32,7 +32,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from poros.errors import RecipeError
 from poros.kernels.forwards import is_of_liger
-from poros.kernels.mlp import names_in
+from poros.kernels.gated_forms import names_in
 from poros.kernels.nf4 import DTYPES
 from poros.loaders.settings import describe_error
 from poros.planning.meta_model import meta_model

@@ -7,7 +7,7 @@ a ``patch`` in a file of its own, which says how such modules are recognised, an
 import torch
 from torch import nn
 
-from poros.kernels import adapters, mlp, product
+from poros.kernels import adapters, linear4bit, mlp
 from poros.kernels.adapters import KernelStats
 from poros.kernels.forwards import PatchedForward
 from poros.utils.devices import runs_triton
@@ -24,7 +24,7 @@ def patch(module: nn.Module, device: torch.device, tally: KernelStats | None) ->
         tally: Counts calls of adapters; None leaves those, and what is around them, to PEFT.
     """
     if runs_triton(device):
-        product.patch(module.modules())
+        linear4bit.patch(module.modules())
     if tally is not None:
         adapters.patch(module.modules(), tally)
         mlp.patch(module.modules(), tally)

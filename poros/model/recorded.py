@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 
 from poros.config import StreamingPolicy
-from poros.kernels.dequantize import DenseLayer, DenseWorkspace
+from poros.kernels.dense_memory import DenseLayer, DenseWorkspace
 from poros.kernels.nf4 import num_weights
 from poros.replay.captures import Captures
 from poros.replay.graphs import MOST_FLOP, CudaRecorder, Recorder

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import UnvalidatedArchitectureError
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.io.digests import SourceDigests
@@ -19,14 +18,15 @@ from poros.kernels.packed_attention import attention_of
 from poros.model.attach import Attachment, host_store
 from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory, held_num_bytes
+from poros.model.passes import Passes
 from poros.model.recorded import captures_for, dense_layer_for, workspace_for
-from poros.model.sizing import Estimate, ResidencyPlan, Sizer, shape_of
+from poros.model.sizing import Estimate, ResidencyPlan, Sizer
 from poros.replay.captures import NEW
 from poros.replay.graphs import Recorder
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import divide
-from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
+from poros.stream.boundary import StreamedLayer, is_streamed
 from poros.stream.context import LayerCheck, ModelContext
 from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
@@ -43,7 +43,7 @@ _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
 
 
-class Runtime:
+class Runtime(Passes):
     """What streams a prepared model. Get it with ``poros.runtime(model)``.
 
     Args:
@@ -376,78 +376,6 @@ class Runtime:
         self.rows.check = watch_rows
         if self.head is not None:
             self.head.check = watch_rows
-
-    def begin_pass(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Check a call of the model, make room for the micro-batch, and record visits that are due.
-
-        Args:
-            holder: Holds the layers.
-            args, kwargs: What it is called with.
-
-        Raises:
-            PreparedModelError: If the call is compiled as a whole.
-            UnvalidatedArchitectureError: If it is to be trained, and nothing has checked it.
-            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
-        """
-        refuse_tracing(type(holder).__name__)
-        if self.unchecked and torch.is_grad_enabled():
-            raise UnvalidatedArchitectureError(
-                "expected a check of what is trained: the self-check, or an exact record of the "
-                'family and its adapters, found self_check="off" and that no gate has run '
-                f'{self.unchecked}. Prepare it with self_check="strict", or run it under '
-                "torch.no_grad()"
-            )
-        stand_in = None if self.context.in_place is None else self.context.in_place()
-
-        def make_room() -> None:
-            if torch.is_grad_enabled() and self.sizer.decides:
-                self._make_room(args, kwargs)
-
-        if stand_in is None:
-            make_room()
-        elif not stand_in.begin_pass(make_room):
-            return  # its micro-batch is on its way already
-        self.context.begin_pass()
-        if self.captures is not None:
-            self.context.visits.end_all()
-            layers, is_on = list(self.streamed_layers()), self.sizer.replays
-            are_rows = stand_in is not None and stand_in.are_rows
-            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows):
-                self.sizer.recorded()
-        if stand_in is not None:
-            stand_in.enter(holder, (*args, *kwargs.values()))
-
-    def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Give the blocks the room that suits a micro-batch, before its layers run."""
-        shape = shape_of(args, kwargs, self.num_grouped)
-        if shape is None:
-            return
-        is_checking = self.self_check["status"] == "pending"
-        room = self.sizer.begin(shape, self.room, is_checking, self._adapters())
-        if room == self.room:
-            return
-        try:
-            self.resize(room)
-        except torch.OutOfMemoryError as error:
-            refusal = self.sizer.refused("vram_budget", error)
-            if refusal is not None:
-                raise refusal from error
-            self.resize(ResidencyPlan(MIN_SLOTS, 0, self.room.offload_inputs))
-        self.sizer.made_room()
-
-    def streamed_layers(self) -> Iterator[StreamedLayer]:
-        for reference in self._layers:
-            layer = reference()
-            if layer is not None:
-                yield streamed_layer(layer)
-
-    def _adapters(self) -> object:
-        """Differs if what is trained in the first layer with adapters does."""
-        for layer in self.streamed_layers():
-            parameters = layer.contents().adapters().parameters
-            if parameters:
-                return [(id(parameter), parameter.dtype) for parameter in parameters]
-        return []
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from poros.kernels.copies import copy_all
-from poros.kernels.dequantize import DenseLayer
+from poros.kernels.dense_memory import DenseLayer
 from poros.replay.call import CallFacts
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Form, Replayed

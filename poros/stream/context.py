@@ -12,7 +12,7 @@ from torch import nn
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.adapters import KernelStats
-from poros.kernels.dequantize import DenseLayer
+from poros.kernels.dense_memory import DenseLayer
 from poros.kernels.forwards import is_in_library, is_of_library
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader

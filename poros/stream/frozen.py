@@ -29,7 +29,8 @@ from torch.utils.dlpack import from_dlpack
 
 from poros.host.layout import BlockLayout, TensorSpec, is_small, view
 from poros.io.digests import digest
-from poros.kernels.dequantize import DenseLayer, DenseWorkspace, has_kernel
+from poros.kernels.dense_memory import DenseLayer, DenseWorkspace
+from poros.kernels.dequantize import has_kernel
 from poros.kernels.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
 from poros.stream.visit import Binding
 

@@ -24,8 +24,8 @@ from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.gates import tiny
-from poros.kernels import dequantize
-from poros.kernels.dequantize import DenseLayer
+from poros.kernels import dense_memory, dequantize
+from poros.kernels.dense_memory import DenseLayer
 from poros.model.sizing import ResidencyPlan
 from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
@@ -312,7 +312,7 @@ class Counted:
             weight.copy_(genuine(packed, state, weight.dtype))
 
         patch.setattr(dequantize, "dequantize_ref", single)
-        patch.setattr(dequantize, "dequantize_into", shared)
+        patch.setattr(dense_memory, "dequantize_into", shared)
 
 
 def test_each_weight_is_made_dense_once_a_group_and_pass(monkeypatch: Patch) -> None:

@@ -22,7 +22,7 @@ from poros.errors import ParityError, PolicyError, PreparedModelError, Unsupport
 from poros.kernels.adapters import tally_of
 from poros.kernels.dora import SquaresOfRows
 from poros.kernels.forwards import PatchedForward
-from poros.kernels.mlp import names_in
+from poros.kernels.gated_forms import names_in
 from poros.kernels.use import are_used
 from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import poros
 from poros.kernels.copies import copy_all
-from poros.kernels.dequantize import DenseLayer
+from poros.kernels.dense_memory import DenseLayer
 from poros.model.sizing import ResidencyPlan
 from poros.replay import routing
 from poros.replay.call import LayerCall

@@ -18,7 +18,7 @@ import poros
 from poros.accumulation.group import Group
 from poros.accumulation.parked import ParkedCode
 from poros.api import prepare_with
-from poros.kernels.dequantize import DenseLayer
+from poros.kernels.dense_memory import DenseLayer
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from poros.stream.adapters import proxy_leaves

@@ -22,7 +22,8 @@ from poros.io.digests import sums_of_bits
 from poros.kernels.copies import copy_all
 from poros.kernels.dequantize import dequantize
 from poros.kernels.forwards import unpatch, use_others
-from poros.kernels.product import Product, multiply, patch, takes_fused_kernel
+from poros.kernels.linear4bit import multiply, patch
+from poros.kernels.product import Product, takes_fused_kernel
 from poros.replay.graphs import CudaRecorder
 from tests.children import run_python
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.gates import tiny
-from poros.kernels import dequantize
+from poros.kernels import dense_memory
 from poros.replay.graphs import CudaRecorder
 from tests.comparing import compare_trajectories
 from tests.gpu.models import BF16, Model, model_of, same_runs, train, trained
@@ -294,7 +294,7 @@ def test_shared_dense_weights(
 ) -> None:
     """Each weight is made dense once a pass and group, also by visits that are replayed."""
     num_fills = 0
-    genuine, record = dequantize.dequantize_into, dequantize.DenseLayer.record
+    genuine, record = dense_memory.dequantize_into, dense_memory.DenseLayer.record
 
     def counted(*args: Any) -> None:
         nonlocal num_fills
@@ -316,8 +316,8 @@ def test_shared_dense_weights(
 
         record(self, layer, weights, made)
 
-    monkeypatch.setattr(dequantize, "dequantize_into", counted)
-    monkeypatch.setattr(dequantize.DenseLayer, "record", recorded)
+    monkeypatch.setattr(dense_memory, "dequantize_into", counted)
+    monkeypatch.setattr(dense_memory.DenseLayer, "record", recorded)
     policy = {"slots": 4, "keep_last": keep_last, "adapter_kernels": adapters}
     streamed(tmp_path, residents, Cell({}, TOGETHER, {**policy, "share_dense": True}))
     # Seven matrices. The first group's forwards are discarded where dropout was not known yet, and

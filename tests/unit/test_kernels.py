@@ -11,7 +11,8 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-from poros.kernels.dequantize import DenseWorkspace, dequantize, dequantize_ref, has_kernel
+from poros.kernels.dense_memory import DenseWorkspace
+from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
 from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits_ref
 from tests.support import interpreted
 from tests.unit.rounding import UNITS

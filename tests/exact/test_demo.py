@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 import poros
+from poros.api import prepare_with
 from poros.errors import PorosError
 from poros.examples.demo import MIN_LOSS_DROP, DemoReport, held_out, losses, render, run_demo
 from poros.examples.demo_data import ModelSize
@@ -60,15 +61,15 @@ def test_a_flipped_bit_is_a_failure(
     demo: DemoReport, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In host memory, where the self-check would stop it; here the comparison has to see it."""
-    genuine = poros.prepare
+    genuine = prepare_with
 
-    def prepare(model: Any, *, slots: int, **options: Any) -> Any:
-        model = genuine(model, slots=slots, **options, self_check="off")
-        if slots == 2:
+    def prepare(model: Any, policy: poros.StreamingPolicy, **options: Any) -> Any:
+        model = genuine(model, policy.override(self_check="off"), **options)
+        if policy.slots == 2:
             poros.runtime(model).host_slab(1)[0] ^= 1
         return model
 
-    monkeypatch.setattr(poros, "prepare", prepare)
+    monkeypatch.setattr("poros.finetune.run.prepare_with", prepare)
     rows, base = folder / "rows.jsonl", folder / "base"
     monkeypatch.setattr("poros.examples.demo.write_rows", partial(shutil.copy, rows))
     monkeypatch.setattr(

@@ -10,7 +10,8 @@ it (``HOUSE``): kernels, head, loaders and planning. It runs in a copy of the ch
 tests that run the changed statement (``tools.reached``), the quickest first, until one fails. A
 mutant that passes all of them has survived, and has to be read: it changes nothing, or nobody
 looks. The same seed draws the same mutants from the same source; a run that was stopped goes on
-where ``--out`` ends. Tests that fail in a copy that is not changed are found first and left out.
+where ``--out`` ends. Tests that failed as the map was written are left out; those that noticed a
+mutant run once more, at the end, over files that are written out anew without a change.
 """
 
 import argparse

@@ -127,11 +127,9 @@ class Origin:
     def as_then(self, with_gradients: bool, autocast: AutocastState) -> Iterator[None]:
         """Restore the modes of the call, without a later inference mode, and its hooks."""
         leaves = torch.is_inference_mode_enabled() and not self.hidden.is_inference()
-        has_hooks = self.hooks == _saved_tensor_hooks()
+        are_same = self.hooks == _saved_tensor_hooks()
         with (
-            nullcontext()
-            if has_hooks
-            else saved_tensors_hooks(*(self.hooks or (_itself, _itself))),
+            nullcontext() if are_same else saved_tensors_hooks(*(self.hooks or (_itself, _itself))),
             torch.inference_mode(False) if leaves else nullcontext(),
             torch.set_grad_enabled(with_gradients),
             autocast.enter(),

@@ -15,7 +15,7 @@ import torch
 
 from poros.recipes.reading import read_recipe
 from tests.command import poros_command, text
-from tests.finetune.subjects import TEMPLATE, planned_once, write_base, write_rows
+from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 
 pytest.importorskip("trl", reason="poros finetune needs TRL")
 
@@ -74,7 +74,7 @@ RECIPES = [block for block in ALL if block.language == "yaml"]
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
     base = write_base(folder / "base")
     (base / "chat_template.jinja").write_text(TEMPLATE)
@@ -82,8 +82,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_rows(folder / "preferences.jsonl", "preferences", 8)
     run = ("finetune", str(base), str(folder / "train.jsonl"), "--out", str(folder / "runs/mine"))
     assert poros_command(*run).exit_code == 0
-    with planned_once():
-        yield folder
+    return folder
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What the tests of fine-tuning share."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,11 +23,3 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for form in ("messages", "completions", "text", "preferences", "labelled"):
         write_rows(folder / f"{form}.jsonl", form)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def equal_steps_are_planned_once() -> Iterator[None]:
-    from tests.finetune.subjects import planned_once
-
-    with planned_once():
-        yield

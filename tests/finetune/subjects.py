@@ -2,8 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,6 @@ from poros.finetune.run import finetune
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import Stopping
 from poros.gates import tiny
-from poros.planning import planner
 from poros.recipes.checks import checked
 from poros.recipes.reading import read_recipe
 from poros.recipes.recipe import Recipe
@@ -185,28 +182,6 @@ def run(recipe: Recipe) -> Trained:
     assert adapter is not None
     weights = (adapter / "adapter_model.safetensors").read_bytes()
     return Trained(weights, losses(adapter.parent), said)
-
-
-_PLANS: dict[Any, Any] = {}
-
-
-@contextmanager
-def planned_once() -> Iterator[None]:
-    """A step of runs of an equal configuration, which are many."""
-    genuine = planner.plan
-
-    def plan(source: Any, **said: Any) -> Any:
-        file = Path(source, "config.json")
-        if not file.is_file():
-            return genuine(source, **said)
-        key = file, file.read_bytes(), repr(sorted(said.items()))
-        if key not in _PLANS:
-            _PLANS[key] = genuine(source, **said)
-        return _PLANS[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "plan", plan)
-        yield
 
 
 def announced(recipe: Recipe) -> str:

@@ -335,6 +335,7 @@ def test_it_is_refused_and_then_all_is_well(row: Row, way: str) -> None:
     assert poros.runtime(model).stats()["num_replayed_visits"] > 0
 
 
+REPLAYED = ("another adapter", "optimizer step", "adapter edited", "one element", "data replaced")
 WITHOUT_EFFECT = ("module replaced", "dropout replaced", "epsilon", "last attribute")
 
 
@@ -351,6 +352,17 @@ def test_behind_a_replayed_forward_it_changes_nothing(change: str) -> None:
     often(lambda model: P.loss_of(model).backward())(model)
     model.zero_grad()
     assert changes(resident_facts(S.two_adapters, program), observe(model, program)) == {}
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name.startswith(REPLAYED)])
+def test_a_recorded_backward_refuses_what_it_would_read(change: str) -> None:
+    """Other adapters, and other tensors in their places, also once nothing else is looked at."""
+    model = on_tapes(S.two_adapters())
+    often(lambda model: P.loss_of(model).backward())(model)
+    steps = behind(CHANGES[change])(model)
+    next(steps)
+    with pytest.raises(REMAT, match=SAYS_WHERE):
+        next(steps)
 
 
 @pytest.mark.parametrize("prepare", [poisoned, on_tapes])

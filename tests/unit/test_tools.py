@@ -3,14 +3,17 @@
 That the stand-in catches each broken protocol: ``faults/test_missing_waits``.
 """
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from tools import lines, mutants
 from tools.adversary import POISON, AdversarialStreams, SlotHazard
+from tools.reached import Map
 
 
 @pytest.mark.slow
@@ -30,6 +33,19 @@ def test_mutants_are_drawn_from_files_that_exist(core: str) -> None:
     assert len(everything) > 1000
     for mutant in drawn:
         assert mutants.mutated(mutant) != mutants.mutated(mutant._replace(number=-1))
+
+
+def test_a_map_gives_the_tests_that_ran_a_line(tmp_path: Path) -> None:
+    """The quickest first, of all processes; without those that failed."""
+    for number, tests in enumerate(
+        ([["slow", 2.0, True], ["bad", 0.1, False]], [["quick", 1.0, True]])
+    ):
+        lines = {"a.py": {"3": "3", "4": "2" if number == 0 else "1"}}
+        (tmp_path / f"{number}.json").write_text(json.dumps({"tests": tests, "lines": lines}))
+    found = Map(tmp_path)
+    assert found.tests("a.py", 3, 3) == ["quick", "slow"] == found.tests("a.py", 1, 0)
+    assert found.tests("a.py", 4, 5) == ["quick"] and found.tests("a.py", 5, 9) == []
+    assert found.tests("b.py", 1, 0) == []
 
 
 READS: dict[str, Callable[[torch.Tensor], object]] = {

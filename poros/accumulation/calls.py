@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.forwards import has_hooks
-from poros.stream.args import PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
+from poros.stream.args import OF_FORM, PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.settings import Surroundings
 
@@ -51,7 +51,7 @@ class HiddenStates(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _OF_FORM:
+        if func not in OF_FORM:
             _note_uses(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -83,16 +83,6 @@ def _note_uses(*arguments: Any) -> None:
     for each in pytree.tree_leaves(arguments):
         if isinstance(each, HiddenStates):
             each.used()
-
-
-def _getter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__get__
-
-
-_OF_FORM = {
-    *map(_getter, ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
-    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point),
-}
 
 
 class Calls:

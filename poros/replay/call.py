@@ -96,7 +96,7 @@ def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return template
 
 
-_NUM_OF_FORM = 4
+NUM_OF_FORM = 4
 """Of a tensor: shape, strides, dtype and device; what follows is of its graph."""
 
 
@@ -213,7 +213,7 @@ class LayerCall(Call):
         hidden, *others = self._forms
         same_hidden, *same_others = other._forms
         return (
-            hidden[:_NUM_OF_FORM] == same_hidden[:_NUM_OF_FORM]
+            hidden[:NUM_OF_FORM] == same_hidden[:NUM_OF_FORM]
             and others == same_others
             and self._args == other._args
             and self._kwargs == other._kwargs
@@ -228,8 +228,25 @@ class LayerCall(Call):
         found.rng, found.start, found._end = rng, rng, None
         return found
 
+    def of_layer(self, layer: LayerBody) -> "LayerCall":
+        """A call of another layer with the same arguments, which has not changed since."""
+        found = object.__new__(LayerCall)
+        found.__dict__.update(self.__dict__)
+        found.layer, found.condition, found._module = layer, layer.condition(), layer.module()
+        found.note_end_as(self.rng)
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is given hidden states first, and no mapping that layers share."""
+        return self._args[:1] == [LeafSpec(0)] and not self.mappings
+
     def conditions(self) -> Hashable:
         """What is fixed in what this call does, but for addresses; equal ones do the same."""
+        return *self.arguments(), self.condition.training, self.condition.adapter_state
+
+    def arguments(self) -> tuple[Hashable, ...]:
+        """As far as it is not of the layer."""
         return (
             tuple(self._args),
             tuple(self._kwargs.items()),
@@ -237,8 +254,6 @@ class LayerCall(Call):
             self.has_casts,
             self.shares_casts,
             self.surroundings,
-            self.condition.training,
-            self.condition.adapter_state,
         )
 
     def without_tensors(self) -> "LayerCall":
@@ -297,6 +312,13 @@ class CallFacts:
         """Whether gradients need no graph around it: it gives one result, and none of casts."""
         has_one_result = len(self.forms) == 1 and self.forms[0][2]
         return has_one_result and len(self.uses.of_tensors) <= 1 and not self.gives_casts
+
+    @property
+    def gives_hidden_alone(self) -> bool:
+        """Whether it gives one tensor, with a graph, of the form of its hidden states."""
+        return len(self.forms) == 1 and (
+            self.forms[0] == (*self.specs[0], True) and self._template == LeafSpec(0)
+        )
 
     @property
     def has_gradient_of_hidden(self) -> bool:

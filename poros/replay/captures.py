@@ -44,6 +44,7 @@ from poros.replay.recording import Recordings, different_ones, with_steady_atten
 from poros.replay.remat import RematerializeLayer, ReplayedVisit
 from poros.replay.routing import Gradients, Tensors, hand_in
 from poros.replay.rows import Rows
+from poros.replay.segments import Segment, may_be_joined, runs_of
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.args import is_empty_mapping
@@ -91,6 +92,7 @@ class Captures:
         num_replays: Visits that were replayed.
         eager: Visits that ran as always, by reason.
         rows: Replays visits by micro-batches behind a first one.
+        segments: By the number of a layer, what replays it together with others.
         num_recorded: Visits of layers that were recorded.
         is_on: Whether there is room for recordings.
     """
@@ -107,7 +109,8 @@ class Captures:
         self.is_on = True
         self.eager: Counter[str] = Counter()
         self.num_recorded = 0
-        self.rows = Rows(memory, recorder, self._note_replays)
+        self.rows = Rows(memory, recorder, self.note_replays)
+        self.segments: dict[int, Segment] = {}
         self._recordings = Recordings(recorder, memory)
         self._device = device
         self._is_strict = is_strict
@@ -118,6 +121,8 @@ class Captures:
         self._num_wasted: Counter[int] = Counter()
         self._held: weakref.WeakSet[Form] = weakref.WeakSet()
         """Forms with a call whose graph lies in the memory of a recording, until its backward."""
+        self._in_segments: list[Form | None] = []
+        """Of each layer, the form that is joined with others."""
         self._has_moved = False
         """Whether blocks have got other places since layers were recorded."""
 
@@ -221,7 +226,7 @@ class Captures:
         with call.layer.weights.occupy(phase):
             results = forward.run(call.tensors)
         call.note_end()
-        self._note_replays(form, 1)
+        self.note_replays(form, 1)
         if form.kind == "inference":
             return form.facts.result_of(results)
         form.in_flight = weakref.ref(call)
@@ -242,9 +247,27 @@ class Captures:
         held = [each for each in self._held if each.in_flight() is not None]
         return form.forward is not None and any(other.order > form.order for other in held)
 
-    def _note_replays(self, form: Form, number: int) -> None:
+    def note_replays(self, form: Form, number: int) -> None:
+        """Count forwards of ``form`` that were replayed."""
         self.num_replays += number
         form.num_replays += number
+
+    def may_replay(self, layers: Sequence[LayerBody], forms: Sequence[Form]) -> bool:
+        """Whether calls of these forms may be replayed now, in order, with their graphs."""
+        return (
+            self.is_on
+            and not any(_is_watched(each, "kept") for each in layers)
+            and all(form.in_flight() is None for form in forms)
+            and not self._would_lose(forms[0])
+        )
+
+    def note_kept(self, forms: Sequence[Form], visit: object) -> None:
+        """They were; their graphs are kept as long as ``visit`` is there."""
+        for form in forms:
+            form.in_flight = weakref.ref(visit)
+            form.last_visit += 1
+            self._held.add(form)
+            self.note_replays(form, 1)
 
     def _note_visit(self, form: Form, reason: str = NEW) -> None:
         self.eager[form.refusal or reason] += 1
@@ -386,6 +409,7 @@ class Captures:
                 has_given_back = True
                 self._record(layer, form)
         self._join(layers)
+        self._join_segments(layers)
         made = self.num_recorded - num_before
         if made:
             took = time.perf_counter() - begun
@@ -451,6 +475,32 @@ class Captures:
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
 
+    def _join_segments(self, layers: Sequence[LayerBody]) -> None:
+        """Join what is recorded of kept layers in a row, once it has given the right bits."""
+        forms = [self._joinable(layer) for layer in layers]
+        if self._in_segments == forms and all(each.is_current() for each in self.segments.values()):
+            return
+        self.segments, self._in_segments = {}, []
+        for layer, form in zip(layers, forms, strict=True):
+            if form is not None and not form.is_for(layer.condition()):
+                return  # perhaps later
+        self._in_segments = forms
+        for first, run in runs_of(forms):
+            of_run = layers[first : first + len(run)]
+            try:
+                segment = Segment(of_run, run, self._memory, self.rows.links, self)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                logger.warning("poros: layers from %d on are not joined: %s", first, reason)
+                continue
+            if segment.is_joined:
+                self.segments |= dict.fromkeys(range(first, first + len(run)), segment)
+
+    def _joinable(self, layer: LayerBody) -> Form | None:
+        """Of the layer, what is recorded with its graph, if it may be joined."""
+        forms = self._forms.get(layer.index, {}).values() if layer.weights.is_pinned else ()
+        return next((form for form in forms if may_be_joined(form)), None)
+
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
     ) -> None:
@@ -485,6 +535,7 @@ class Captures:
         What calls have shown of their forms holds wherever blocks lie: as the next pass begins,
         the same forms are recorded anew.
         """
+        self.segments, self._in_segments = {}, []
         for forms in self._forms.values():
             for form in forms.values():
                 form.clear()

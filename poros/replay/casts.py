@@ -29,7 +29,8 @@ class AdapterCasts:
         self._fixed = memory.of("casts", [Spec(torch.Size([size]), torch.uint8)])
         self._left = self._fixed.tensors[0]
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._recording: Recording | None = None
+        self.recordings: list[Recording] = []
+        """Of the casts themselves, once they are recorded."""
 
     def places(
         self, shapes: Sequence[Sequence[int]], dtype: torch.dtype
@@ -54,10 +55,10 @@ class AdapterCasts:
             return None
         places, sources = zip(*self._pairs, strict=True)
         with torch.no_grad():
-            self._recording = recorder.record(lambda: copy_all(places, sources))
+            self.recordings = [recorder.record(lambda: copy_all(places, sources))]
         return self
 
     def replay(self) -> None:
         """Make the casts, on the current stream."""
-        if self._recording is not None:
-            self._recording.replay()
+        for each in self.recordings:
+            each.replay()

@@ -126,7 +126,7 @@ class Form:
     """Of the recorded forward, among those of layers that keep their graph."""
     in_flight: Callable[[], object | None] = lambda: None
     """The call whose forward was replayed last: of layers that keep their graph, that whose graph
-    lies in the recording's memory."""
+    lies in the recording's memory, or the visit of a segment (``poros.replay.segments``)."""
 
     @property
     def facts(self) -> CallFacts:
@@ -134,6 +134,16 @@ class Form:
         if self.shown is None:
             raise LookupError("expected a form that calls have shown, found one that is new")
         return self.shown
+
+    def is_for(self, condition: Condition) -> bool:
+        """Whether its calls are those of the layer in this condition."""
+        now = condition.training, condition.adapter_state
+        return condition.reads_as(self.condition) and self.conditions[2][-2:] == now  # type: ignore[index]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """``LayerCall.arguments`` of its calls."""
+        return self.conditions[2][:-2]  # type: ignore[index]
 
     @property
     def is_wanting(self) -> bool:
@@ -167,8 +177,8 @@ class Form:
         """Those of such calls."""
         return self.kind, dense_address, *self.conditions[2:]
 
-    def release(self, call: LayerCall) -> None:
-        """The graph of a call that was kept is not needed any more."""
+    def release(self, call: object) -> None:
+        """The graph of a call that was kept, or of a segment, is not needed any more."""
         if self.in_flight() is call:
             self.in_flight = lambda: None
 

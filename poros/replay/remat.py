@@ -77,7 +77,7 @@ class RematerializeLayer(torch.autograd.Function):
         # once_differentiable lets a constant incoming gradient pass, and drops the second order.
         if torch.is_grad_enabled():
             call.refuse_second_order()
-        tensors = unwritten_tensors(ctx, _written(call))
+        tensors = unwritten_tensors(ctx, written(call))
         call.require_same_tensors()
         found, _ = ctx.differentiate(call, ctx.form, tensors, gradients)
         # As autograd releases saved tensors, with or without the graph that held them.
@@ -115,7 +115,7 @@ class ReplayedVisit:
     def intact(self) -> Sequence[torch.Tensor]:
         """What it keeps; raises as ``RematerializeLayer``."""
         if self._versions != [each._version for each in self._kept]:
-            raise RematerializationError(_written(self.call))
+            raise RematerializationError(written(self.call))
         self.call.require_unchanged()
         return self._kept
 
@@ -155,7 +155,8 @@ class ReplayedVisit:
         return hidden
 
 
-def _written(call: LayerCall) -> str:
+def written(call: LayerCall) -> str:
+    """What is raised if something that a node of ``call`` has kept was edited."""
     return (
         f"{call.layer.name}: its input, another tensor it was given or one of its adapters was "
         "edited in place between forward and backward (an optimizer step in between?), so the "

@@ -262,7 +262,7 @@ class OneByOne(torch.autograd.Function):
 
 
 def hand_in(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
     parameters: Sequence[torch.Tensor],
     uses: Uses,
     gives_casts: bool,
@@ -271,7 +271,7 @@ def hand_in(
     """What a layer's Function is given, so that gradients arrive as in a resident run.
 
     Args:
-        tensors: What the layer was given.
+        tensors: What the layer was given; None for what is not to be handed in.
         parameters: Its trained parameters.
         uses: How it uses both.
         gives_casts: Whether gradients go through the casts that the autocast region keeps.
@@ -291,6 +291,8 @@ def hand_in(
     for use in reversed(uses.order):
         source = uses.sources[use]
         tensor = sources[source.number]
+        if tensor is None:
+            continue
         cast = cached_cast(tensor, empty) if gives_casts and source.is_cast else None
         if cast is not None:
             node: Any = cast.grad_fn
@@ -303,11 +305,12 @@ def hand_in(
         is_aliased = source in several or (source.number >= len(tensors) and cast is None)
         aliases.setdefault(source, []).append(tensor[...] if is_aliased else tensor)
     require_current(name, reused)
-    terms = {source: Terms() for source in several}
+    terms = {source: Terms() for source in several if source in aliases}
     # Made after all aliases, so that none of them is waited for out of turn.
     return [
         OneByOne.apply(terms[source], *reversed(aliases[source]))
         if source in several
         else aliases[source][0]
         for source in uses.by_source
+        if source in aliases
     ], terms

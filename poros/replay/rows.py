@@ -85,20 +85,64 @@ class Row:
         self.total.copy_(total)
 
 
+class Links:
+    """What passes tensors on between recordings that are joined: each copy is recorded once."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._known: WeakValueDictionary[Hashable, Recording] = WeakValueDictionary()
+        """What several have in common; they hold the tensors of it."""
+
+    def join(self, recordings: Sequence[Recording]) -> Recording | None:
+        """As ``Recorder.join``."""
+        return self._recorder.join(recordings)
+
+    def copies(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Recording:
+        """Of ``sources`` to their places."""
+        return self._once(lambda: copy_all(places, sources), "copy", *places, *sources)
+
+    def add(self, place: torch.Tensor, term: torch.Tensor) -> Recording:
+        """Of a term to the sum in its place."""
+
+        def run() -> None:
+            place.add_(term)
+
+        return self._once(run, "sum", place, term)
+
+    def copy_of_sum(self, place: torch.Tensor, terms: Sequence[torch.Tensor]) -> Recording:
+        """Of the sum of ``terms``, one after the other."""
+
+        def run() -> None:
+            found = total(terms)
+            if found is not None:
+                place.copy_(found)
+
+        return self._once(run, "copy of a sum", place, *terms)
+
+    def _once(self, run: Callable[[], None], what: str, *tensors: torch.Tensor) -> Recording:
+        """Record what is done with these tensors, once for all layers."""
+        key = what, *[(each.data_ptr(), each.shape, each.dtype) for each in tensors]
+        found = self._known.get(key)
+        if found is None:
+            with torch.no_grad():
+                found = self._known[key] = self._recorder.record(run)
+        return found
+
+
 class Rows:
     """Replays visits that are right behind another one of their layer, and notes how many.
 
     Attributes:
         num_joined: Visits that were replayed in one go with others.
+        links: Joins recordings.
     """
 
     def __init__(
         self, memory: SharedMemory, recorder: Recorder, note: Callable[[Form, int], None]
     ) -> None:
         self.num_joined = 0
-        self._memory, self._recorder, self._note = memory, recorder, note
-        self._known: WeakValueDictionary[Hashable, Recording] = WeakValueDictionary()
-        """What rows of several layers have in common; rows hold the tensors of it."""
+        self._memory, self._note = memory, note
+        self.links = Links(recorder)
 
     def one(
         self, visit: ReplayedVisit, arguments: LayerCall, hidden: torch.Tensor, rng: RngStash
@@ -221,48 +265,22 @@ class Rows:
         for part in range(number):
             given, gradient = row.given(part), row.gradients.tensors[part]
             forwards += [
-                self._copies(forward.given.tensors, given),
+                self.links.copies(forward.given.tensors, given),
                 forward.recording,
-                self._copies([given[0]], [result]),
+                self.links.copies([given[0]], [result]),
             ]
             backwards += [
-                self._copies(backward.given.tensors, [*given, gradient]),
+                self.links.copies(backward.given.tensors, [*given, gradient]),
                 backward.recording,
-                self._sums(row.total, piece),
-                *([self._copies_of_sum(gradient, terms)] if terms else []),
+                self.links.add(row.total, piece),
+                *([self.links.copy_of_sum(gradient, terms)] if terms else []),
             ]
-        forward_of_all, backward_of_all = map(self._recorder.join, (forwards, backwards))
+        forward_of_all, backward_of_all = map(self.links.join, (forwards, backwards))
         if forward_of_all is None or backward_of_all is None:
             return None
         row.forward, row.backward = forward_of_all, backward_of_all
         row.parts = [*forwards, *backwards]
         return row
-
-    def _copies(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Recording:
-        return self._once(lambda: copy_all(places, sources), "copy", *places, *sources)
-
-    def _sums(self, place: torch.Tensor, term: torch.Tensor) -> Recording:
-        def run() -> None:
-            place.add_(term)
-
-        return self._once(run, "sum", place, term)
-
-    def _copies_of_sum(self, place: torch.Tensor, terms: Sequence[torch.Tensor]) -> Recording:
-        def run() -> None:
-            found = total(terms)
-            if found is not None:
-                place.copy_(found)
-
-        return self._once(run, "copy of a sum", place, *terms)
-
-    def _once(self, run: Callable[[], None], what: str, *tensors: torch.Tensor) -> Recording:
-        """Record what is done with these tensors, once for all layers."""
-        key = what, *[(each.data_ptr(), each.shape, each.dtype) for each in tensors]
-        found = self._known.get(key)
-        if found is None:
-            with torch.no_grad():
-                found = self._known[key] = self._recorder.record(run)
-        return found
 
 
 def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:

@@ -12,6 +12,7 @@ configurations no containers.
 
 import types
 import weakref
+from collections.abc import Mapping
 from itertools import repeat
 from operator import is_not
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ _OF_MODULE = frozenset({*vars(nn.Module()), *vars(nn.ParameterDict())})
 _MISSING = object()
 
 _Place = tuple[int, str]
-"""The number of a namespace, that of the layer itself first, and a key of it."""
+"""The number of a namespace, those of layers themselves first, and a key of it."""
 
 
 class Reading(NamedTuple):
@@ -66,21 +67,26 @@ class Reading(NamedTuple):
 
 
 class Attributes:
-    """The plain attributes of one layer, as long as it is composed of the same modules.
+    """The plain attributes of layers, as long as they are composed of the same modules.
 
-    Holds the layer itself weakly: the layer holds this.
+    Holds the layers themselves weakly: a layer holds this.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = weakref.ref(layer)
-        spaces: dict[int, tuple[str, dict[str, Any], bool]] = {}
-        for name, module in layer.named_modules():
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self._layers = list(map(weakref.ref, layers.values()))
+        spaces: dict[int, tuple[str, dict[str, Any], bool]] = {
+            id(layer): (name, layer.__dict__, True) for name, layer in layers.items()
+        }
+        named = ((f"{n}.{i}", each) for n, one in layers.items() for i, each in one.named_modules())
+        for inner, module in named:
+            name = inner.strip(".")
             spaces[id(module)] = name, module.__dict__, not is_adapter_module(module)
             for key, value in module.__dict__.items():
                 if isinstance(value, PretrainedConfig):
                     where = f"{name}.{key}".lstrip(".")
                     spaces.setdefault(id(value), (where, value.__dict__, False))
-        self._names, (_, *self._inner), self._are_looked_into = zip(*spaces.values(), strict=True)
+        self._names, tables, self._are_looked_into = zip(*spaces.values(), strict=True)
+        self._inner = tables[len(layers) :]
         self._own: set[_Place] = set()
         """What the layer has changed by itself."""
         self._look()
@@ -150,8 +156,8 @@ class Attributes:
         ]
 
     def _tables(self) -> list[dict[str, Any]]:
-        layer = self._layer()
-        return [layer.__dict__ if layer is not None else {}, *self._inner]
+        layers = [each() for each in self._layers]
+        return [*({} if each is None else each.__dict__ for each in layers), *self._inner]
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -38,6 +38,10 @@ class StreamedLayer(LayerBody):
         in_place = self.context.in_place
         if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
             return other.call(self, args, kwargs)
+        captures = self.context.captures
+        segment = None if captures is None else captures.segments.get(self.index)
+        if segment is not None and torch.is_grad_enabled():
+            return segment.call(self, args, kwargs)
         return self.forward_now(args, kwargs)
 
     def forward_now(
@@ -47,28 +51,19 @@ class StreamedLayer(LayerBody):
 
         ``condition``: its condition now, if that was looked up.
         """
-        has_graph = torch.is_grad_enabled()
-        if has_graph:
-            require_saved_tensor_hooks(self.name)
-        condition = condition or self.condition()
-        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
-        for cache in caches:
-            self._require_usable(cache, has_graph)
         check, replays = self.context.check, self.context.captures
-        if not has_graph:
+        given = (args, kwargs)
+        if torch.is_grad_enabled():
+            args, kwargs = self.begin_graph(args, kwargs)
+        condition = condition or self.condition()
+        if not torch.is_grad_enabled():
+            caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+            for cache in caches:
+                self._require_usable(cache, has_graph=False)
             run: Callable[[], Any] = partial(self._run, Phase.INFERENCE, args, kwargs)
             if replays is None or caches or torch.is_inference_mode_enabled():
                 return run()
             return replays.call("inference", self, args, kwargs, condition, run)
-        if self.index == 0:
-            refuse_outer_graph(self.name)
-        given = (args, kwargs)
-        if caches:  # a recomputation would append to them a second time
-            self._dropped_caches.update(caches)
-            args = tuple(None if isinstance(value, Cache) else value for value in args)
-            kwargs = {
-                key: None if isinstance(value, Cache) else value for key, value in kwargs.items()
-            }
         if self.cast_trained_biases():
             condition = self.condition()
         is_kept = self.weights.is_pinned
@@ -83,6 +78,24 @@ class StreamedLayer(LayerBody):
             call = "kept" if is_kept else "recomputed", self, args, kwargs, condition
             run = partial(replays.call, *call, run, recompute)
         return check.watch(self.index, run, given) if check is not None and is_checked else run()
+
+    def begin_graph(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it is called with, with gradients, without KV caches.
+
+        A recomputation would append to them a second time.
+        """
+        require_saved_tensor_hooks(self.name)
+        if self.index == 0:
+            refuse_outer_graph(self.name)
+        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+        if not caches:
+            return args, kwargs
+        for cache in caches:
+            self._require_usable(cache, has_graph=True)
+        self._dropped_caches.update(caches)
+        return without_caches(args, kwargs)
 
     def _recompute(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
@@ -175,6 +188,16 @@ class StreamedLayerMixin:
 @torch.compiler.disable
 def _forward(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return streamed_layer(layer).forward(args, kwargs)
+
+
+def without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a layer without KV caches."""
+    return (
+        tuple(None if isinstance(value, Cache) else value for value in args),
+        {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()},
+    )
 
 
 def streamed_class(base: type[nn.Module]) -> type[nn.Module]:

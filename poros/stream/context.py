@@ -112,6 +112,10 @@ class ModelContext:
         self._cast_in_pass.update(used)
         return True
 
+    def forget_casts(self, used: Sequence[int]) -> None:
+        """A call that was to use these adapters has not: another one will."""
+        self._cast_in_pass.difference_update(used)
+
     def _confines_autocast(self) -> bool:
         """Whether the active region ends with the call of the model that runs now.
 

@@ -9,7 +9,7 @@ looked at are empty, so they are passed over without a step of Python for each.
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -40,8 +40,12 @@ class Adapters(NamedTuple):
 class LayerIndex:
     """The modules of one layer at one time, and what is looked up in them at every call.
 
-    Holds the layer itself weakly: the layer holds this. ``frozen`` are ids of the tensors that rest
-    in the host store.
+    Holds the layer itself weakly: the layer holds this.
+
+    Args:
+        layers: The layer, or several that are called one behind the other; by the beginning of the
+            names of what is in them.
+        frozen: Ids of the tensors that rest in the host store.
 
     Attributes:
         adapter_modules: Those of PEFT.
@@ -50,10 +54,10 @@ class LayerIndex:
         of_adapters, of_base: The numbers of those that are an adapter's, and of the others.
     """
 
-    def __init__(self, layer: nn.Module, frozen: Collection[int]) -> None:
-        modules = list(layer.modules())
-        self._layer = weakref.ref(layer)
-        self._inner = modules[1:]
+    def __init__(self, layers: Mapping[str, nn.Module], frozen: Collection[int]) -> None:
+        modules = [module for layer in layers.values() for module in layer.modules()]
+        self._layers = list(map(weakref.ref, layers.values()))
+        self._inner = [each for each in modules if all(each is not one for one in layers.values())]
         self._child_tables = [module._modules for module in modules]
         self._children = values_of(self._child_tables)
         self._tensor_tables: list[dict[str, Any]] = [
@@ -69,8 +73,12 @@ class LayerIndex:
         configs = {id(each): each for each in (vars(module).get("config") for module in modules)}
         self._configs = [vars(each) for each in configs.values() if hasattr(each, "__dict__")]
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
-        self.attributes = Attributes(layer)
-        self.places = places(layer, frozen)
+        self.attributes = Attributes(layers)
+        self.places = [
+            each._replace(name=f"{name}.{each.name}".lstrip("."))
+            for name, layer in layers.items()
+            for each in places(layer, frozen)
+        ]
         self._owners = [each.owner for each in self.places]
         self._keys = [each.key for each in self.places]
         self.of_adapters = [number for number, each in enumerate(self.places) if each.users]
@@ -104,10 +112,10 @@ class LayerIndex:
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""
-        layer = self._layer()
-        if layer is None:
+        layers = [layer for each in self._layers if (layer := each()) is not None]
+        if len(layers) < len(self._layers):
             raise PreparedModelError("expected a living layer, found one whose model was deleted")
-        return [layer, *self._inner]
+        return [*layers, *self._inner]
 
     def hooks(self) -> list[int]:
         """Keys of the hooks inside the layer, which PyTorch gives out once each."""

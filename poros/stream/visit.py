@@ -301,7 +301,7 @@ class BlockVisit:
             PreparedModelError: If a frozen tensor was changed at rest, or by the body.
             SlotStateError: If another visit began before this one ended.
         """
-        self._require_ready()
+        self.require_ready()
         # The bindings of now: a visit that is undone later is undone as it began.
         undo = partial(self._end, self.bindings, leaves)
         with self._visits.begin(self._name, undo):
@@ -365,7 +365,7 @@ class BlockVisit:
         with nullcontext() if self._is_in_row else self.in_a_row():
             lease = self._lease
             if lease is None:
-                self._require_ready()
+                self.require_ready()
                 lease = self._begin_lease(phase)
             with labelled(phase.value, self._label):
                 yield
@@ -395,7 +395,8 @@ class BlockVisit:
             self._when_ready(self.bindings)
         return slot
 
-    def _require_ready(self) -> None:
+    def require_ready(self) -> None:
+        """Raise ``PreparedModelError`` if a frozen tensor was changed, or has no place."""
         self._visits.end_all()
         self.bindings.require_at_rest()
         self._require_bound()

@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 def tree_of(layer: Layer) -> LayerIndex:
-    return LayerIndex(layer, {id(layer.base.weight)})
+    return LayerIndex({"": layer}, {id(layer.base.weight)})
 
 
 def facts(layer: Layer, tree: LayerIndex) -> list[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS
 from poros.errors import UnvalidatedArchitectureError
+from poros.kernels.forwards import foreign_code
 from poros.model.sizing import ResidencyPlan, Sizer, shape_of
 from poros.replay.captures import Captures
 from poros.stream.boundary import StreamedLayer, refuse_tracing, streamed_layer
@@ -71,7 +72,8 @@ class Passes(ABC):
             self.context.visits.end_all()
             layers, is_on = list(self.streamed_layers()), self.sizer.replays
             are_rows = stand_in is not None and stand_in.are_rows
-            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows):
+            may_wait = foreign_code([holder]) is None
+            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows, may_wait):
                 self.sizer.recorded()
         if stand_in is not None:
             stand_in.enter(holder, (*args, *kwargs.values()))

@@ -32,19 +32,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from poros.errors import ParityError, RematerializationError, UnsupportedModelError
+from poros.errors import ParityError, UnsupportedModelError
 from poros.replay.call import LEAVES, CallFacts, LayerCall
 from poros.replay.forms import Form, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
-from poros.replay.remat import RematerializeLayer, ReplayedVisit
+from poros.replay.remat import Backward, RematerializeLayer, ReplayedVisit
 from poros.replay.routing import Gradients, Tensors, hand_in
 from poros.replay.rows import Rows
-from poros.replay.segments import Segment, may_be_joined, runs_of
+from poros.replay.segments import Segments
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
 from poros.stream.args import is_empty_mapping
@@ -92,7 +92,7 @@ class Captures:
         num_replays: Visits that were replayed.
         eager: Visits that ran as always, by reason.
         rows: Replays visits by micro-batches behind a first one.
-        segments: By the number of a layer, what replays it together with others.
+        segments: Kept layers that are replayed together.
         num_recorded: Visits of layers that were recorded.
         is_on: Whether there is room for recordings.
     """
@@ -110,7 +110,7 @@ class Captures:
         self.eager: Counter[str] = Counter()
         self.num_recorded = 0
         self.rows = Rows(memory, recorder, self.note_replays)
-        self.segments: dict[int, Segment] = {}
+        self.segments = Segments(memory, self.rows.links, self)
         self._recordings = Recordings(recorder, memory)
         self._device = device
         self._is_strict = is_strict
@@ -121,8 +121,6 @@ class Captures:
         self._num_wasted: Counter[int] = Counter()
         self._held: weakref.WeakSet[Form] = weakref.WeakSet()
         """Forms with a call whose graph lies in the memory of a recording, until its backward."""
-        self._in_segments: list[Form | None] = []
-        """Of each layer, the form that is joined with others."""
         self._has_moved = False
         """Whether blocks have got other places since layers were recorded."""
 
@@ -268,6 +266,12 @@ class Captures:
             form.last_visit += 1
             self._held.add(form)
             self.note_replays(form, 1)
+        self.rows.num_joined += len(forms)
+
+    def note_backwards(self, number: int) -> None:
+        """So many backwards of layers in a row were replayed in one go."""
+        self.num_replays += number
+        self.rows.num_joined += number
 
     def _note_visit(self, form: Form, reason: str = NEW) -> None:
         self.eager[form.refusal or reason] += 1
@@ -333,7 +337,7 @@ class Captures:
         around = Around(tuple(each is not None for each in gradients), call.layer.surroundings())
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by somebody who wants to see operators
         replayed = None if is_seen else form.backward_of(call, around)
-        asked = _Backward(call, form, tensors, gradients, around)
+        asked = Backward(call, form, tensors, gradients, around)
         if replayed is not None and replayed.is_proved:
             with call.layer.weights.occupy(Phase.BACKWARD):
                 found = asked.with_input().replay(replayed, in_place, behind is replayed)
@@ -350,7 +354,7 @@ class Captures:
             self._prove_backward(asked, replayed, wanted)
         return wanted, None
 
-    def _prove_backward(self, asked: "_Backward", replayed: Replayed, wanted: Gradients) -> None:
+    def _prove_backward(self, asked: "Backward", replayed: Replayed, wanted: Gradients) -> None:
         """A backward has run: compare its replay with it."""
         form, steady = asked.form, asked.form.steady
         if form.wants_steady and steady is None:
@@ -376,6 +380,7 @@ class Captures:
         is_on: bool = True,
         num_grouped: int = 1,
         are_rows: bool = False,
+        may_wait: bool = True,
     ) -> bool:
         """Record what has come often enough, not within a visit; whether anything was recorded.
 
@@ -385,7 +390,9 @@ class Captures:
             num_grouped: Micro-batches that go through the layers together.
             are_rows: Whether calls of the pass share a layer's dense weights, if there is memory
                 for them.
+            may_wait: Whether calls may wait for those of the layers behind.
         """
+        self.segments.begin_pass(layers[-1].index if may_wait and layers else None)
         self._memory.begin_pass()
         self._num_passes += 1
         if not is_on and self.is_on:
@@ -409,7 +416,7 @@ class Captures:
                 has_given_back = True
                 self._record(layer, form)
         self._join(layers)
-        self._join_segments(layers)
+        self.segments.join(layers, self._forms)
         made = self.num_recorded - num_before
         if made:
             took = time.perf_counter() - begun
@@ -475,37 +482,11 @@ class Captures:
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
 
-    def _join_segments(self, layers: Sequence[LayerBody]) -> None:
-        """Join what is recorded of kept layers in a row, once it has given the right bits."""
-        forms = [self._joinable(layer) for layer in layers]
-        if self._in_segments == forms and all(each.is_current() for each in self.segments.values()):
-            return
-        self.segments, self._in_segments = {}, []
-        for layer, form in zip(layers, forms, strict=True):
-            if form is not None and not form.is_for(layer.condition()):
-                return  # perhaps later
-        self._in_segments = forms
-        for first, run in runs_of(forms):
-            of_run = layers[first : first + len(run)]
-            try:
-                segment = Segment(of_run, run, self._memory, self.rows.links, self)
-            except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                logger.warning("poros: layers from %d on are not joined: %s", first, reason)
-                continue
-            if segment.is_joined:
-                self.segments |= dict.fromkeys(range(first, first + len(run)), segment)
-
-    def _joinable(self, layer: LayerBody) -> Form | None:
-        """Of the layer, what is recorded with its graph, if it may be joined."""
-        forms = self._forms.get(layer.index, {}).values() if layer.weights.is_pinned else ()
-        return next((form for form in forms if may_be_joined(form)), None)
-
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
     ) -> None:
         if different is None:
-            replayed.is_proved = True
+            replayed.is_proved = self.segments.is_behind = True
             return
         reason = "a recording gave other bits than the visit it was to replace"
         if self._is_strict:
@@ -535,7 +516,7 @@ class Captures:
         What calls have shown of their forms holds wherever blocks lie: as the next pass begins,
         the same forms are recorded anew.
         """
-        self.segments, self._in_segments = {}, []
+        self.segments.forget()
         for forms in self._forms.values():
             for form in forms.values():
                 form.clear()
@@ -580,52 +561,6 @@ class Captures:
                     del known[form.conditions]
                     form.move_to(address)
                     known[form.conditions] = form
-
-
-class _Backward(NamedTuple):
-    """One backward of a call whose forward was replayed."""
-
-    call: LayerCall
-    form: Form
-    tensors: Tensors
-    gradients: Gradients
-    """Of its results."""
-    around: Around
-
-    def with_input(self) -> "_Backward":
-        """With all tensors of the call, not only those that were kept on the device."""
-        return self._replace(tensors=self.call.with_input(self.tensors))
-
-    def run(self) -> Gradients:
-        """Recompute the layer and differentiate it, within a visit."""
-        facts, call = self.form.facts, self.call
-        inputs = facts.inputs(self.tensors)
-        with call.rng.replay():
-            results = facts.recompute(inputs)
-            call.require_same_end()
-        return facts.differentiate(results, inputs, self.gradients, self.around)
-
-    def replay(
-        self, replayed: Replayed, in_place: bool = False, is_again: bool = False
-    ) -> Gradients:
-        call, arrived = self.call, [each for each in self.gradients if each is not None]
-        if self.form.kind == "kept" and replayed is not self.form.steady:
-            return replayed.run(arrived, in_place)
-        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
-            return replayed.run([*self.tensors, *arrived], in_place, is_again)
-        with call.rng.replay():
-            found = replayed.run([*self.tensors, *arrived], in_place, is_again)
-            call.require_same_end()
-        return found
-
-    def differs(self, replayed: Replayed, wanted: Gradients) -> str | None:
-        """What a replay gives otherwise than ``wanted``."""
-        try:
-            with self.call.layer.weights.occupy(Phase.BACKWARD):
-                found = self.replay(replayed)
-        except RematerializationError:
-            return "random numbers"
-        return different_ones(found, wanted, "gradient")
 
 
 def _is_watched(layer: LayerBody, kind: Kind) -> bool:

@@ -126,7 +126,7 @@ class Form:
     """Of the recorded forward, among those of layers that keep their graph."""
     in_flight: Callable[[], object | None] = lambda: None
     """The call whose forward was replayed last: of layers that keep their graph, that whose graph
-    lies in the recording's memory, or the visit of a segment (``poros.replay.segments``)."""
+    lies in the recording's memory, or the visit of a segment (``poros.replay.segment``)."""
 
     @property
     def facts(self) -> CallFacts:

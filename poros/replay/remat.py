@@ -17,7 +17,7 @@ same path in the forward, in the recomputation and in a resident run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +25,10 @@ from poros.errors import RematerializationError
 from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import LayerCall, total
 from poros.replay.forms import Form, Replayed
-from poros.replay.routing import Gradients, GradientSums, Terms
-from poros.replay.uses import Source
+from poros.replay.recording import different_ones
+from poros.replay.routing import Gradients, GradientSums, Tensors, Terms
+from poros.replay.uses import Around, Source
+from poros.slots.schedule import Phase
 
 Differentiate = Callable[..., tuple[Gradients, Replayed | None]]
 """``poros.replay.captures.Captures.backward``."""
@@ -153,6 +155,53 @@ class ReplayedVisit:
                 ]
                 sums.add(arrived, replayed if uses.has_single_parameters else None)
         return hidden
+
+
+class Backward(NamedTuple):
+    """One backward of a call whose forward was replayed."""
+
+    call: LayerCall
+    form: Form
+    tensors: Tensors
+    gradients: Gradients
+    """Of its results."""
+    around: Around
+
+    def with_input(self) -> "Backward":
+        """With all tensors of the call, not only those that were kept on the device."""
+        return self._replace(tensors=self.call.with_input(self.tensors))
+
+    def run(self) -> Gradients:
+        """Recompute the layer and differentiate it, within a visit."""
+        facts, call = self.form.facts, self.call
+        inputs = facts.inputs(self.tensors)
+        with call.rng.replay():
+            results = facts.recompute(inputs)
+            call.require_same_end()
+        return facts.differentiate(results, inputs, self.gradients, self.around)
+
+    def replay(
+        self, replayed: Replayed, in_place: bool = False, is_again: bool = False
+    ) -> Gradients:
+        """Replay a recording of it; ``in_place`` and ``is_again`` are as ``Replayed.run``."""
+        call, arrived = self.call, [each for each in self.gradients if each is not None]
+        if self.form.kind == "kept" and replayed is not self.form.steady:
+            return replayed.run(arrived, in_place)
+        if replayed.is_proved and not call.has_drawn:  # nor has what it was proved beside
+            return replayed.run([*self.tensors, *arrived], in_place, is_again)
+        with call.rng.replay():
+            found = replayed.run([*self.tensors, *arrived], in_place, is_again)
+            call.require_same_end()
+        return found
+
+    def differs(self, replayed: Replayed, wanted: Gradients) -> str | None:
+        """What a replay gives otherwise than ``wanted``."""
+        try:
+            with self.call.layer.weights.occupy(Phase.BACKWARD):
+                found = self.replay(replayed)
+        except RematerializationError:
+            return "random numbers"
+        return different_ones(found, wanted, "gradient")
 
 
 def written(call: LayerCall) -> str:

@@ -133,7 +133,7 @@ class Rows:
     """Replays visits that are right behind another one of their layer, and notes how many.
 
     Attributes:
-        num_joined: Visits that were replayed in one go with others.
+        num_joined: Visits that were replayed in one go with others, of micro-batches or layers.
         links: Joins recordings.
     """
 

@@ -39,7 +39,7 @@ class StreamedLayer(LayerBody):
         if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
             return other.call(self, args, kwargs)
         captures = self.context.captures
-        segment = None if captures is None else captures.segments.get(self.index)
+        segment = None if captures is None else captures.segments.of_layer(self.index)
         if segment is not None and torch.is_grad_enabled():
             return segment.call(self, args, kwargs)
         return self.forward_now(args, kwargs)

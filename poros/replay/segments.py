@@ -106,27 +106,31 @@ def _runs_of(forms: Sequence[Form | None]) -> list[tuple[int, list[Form]]]:
 
     ``forms``: of each layer of the model, that which keeps its graph and may be joined.
     """
-    found: list[tuple[int, list[Form]]] = []
+    rows: list[tuple[int, list[Form]]] = []
     for number, form in enumerate(forms):
+        row = rows[-1] if rows else (0, [])
         if form is None:
             continue
-        run = found[-1] if found else None
-        if run is not None and run[0] + len(run[1]) == number and _is_behind(run[1], form):
-            run[1].append(form)
+        if row[1] and row[0] + len(row[1]) == number and _is_behind(row[1][-1], form):
+            row[1].append(form)
         else:
-            found.append((number, [form]))
-    return [each for each in found if len(each[1]) > 1]
+            rows.append((number, [form]))
+    found: list[tuple[int, list[Form]]] = []
+    for first, forms in rows:
+        # The shortest one first: the device waits for it.
+        ends = range(len(forms), 0, -_MOST_LAYERS)
+        parts = [(max(end - _MOST_LAYERS, 0), end) for end in reversed(ends)]
+        found += [(first + begin, forms[begin:end]) for begin, end in parts if end - begin > 1]
+    return found
 
 
-def _is_behind(run: Sequence[Form], form: Form) -> bool:
-    """Whether ``form`` can be joined with those before it.
+def _is_behind(before: Form, form: Form) -> bool:
+    """Whether ``form`` can be joined with the one before it.
 
     A recording overwrites what those that were recorded behind it hold.
     """
-    before = run[-1]
     return (
-        len(run) < _MOST_LAYERS
-        and form.facts.specs[0] == before.facts.specs[0]
+        form.facts.specs[0] == before.facts.specs[0]
         and form.facts.has_gradient_of_hidden
         and form.around == before.around
         and form.order > before.order

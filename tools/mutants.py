@@ -44,7 +44,8 @@ STEP = tuple(
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition context frozen general "
         "layer_index marks namespaces offload rng settings visit within",
-        "replay": "call captures casts forms graphs recording remat routing rows uses",
+        "replay": "call captures casts forms graphs pending recording remat routing rows segment "
+        "segments uses",
         "accumulation": "calls distributed draws foreign gradients group head host_values names "
         "in_place loop micro_batch modules observed parked trainer",
         "model": "measuring passes runtime sizing",

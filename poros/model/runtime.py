@@ -286,8 +286,8 @@ class Runtime(Passes):
             computed), ``lora_paths`` (the orders of products: see
             ``poros.kernels.adapters.KernelStats.counts``).
 
-            ``num_replayed_visits`` (of which ``num_joined_visits`` with those of other
-            micro-batches in one go) and ``num_eager_visits``: forwards and backwards of layers that
+            ``num_replayed_visits`` (of which ``num_joined_visits`` in one go with those of other
+            micro-batches, or of other layers) and ``num_eager_visits``: forwards and backwards of layers that
             were replayed from a recording, and that ran without one although recording is on.
 
             ``num_groups``: groups of micro-batches that went through the blocks together.

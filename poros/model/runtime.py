@@ -287,8 +287,9 @@ class Runtime(Passes):
             ``poros.kernels.adapters.KernelStats.counts``).
 
             ``num_replayed_visits`` (of which ``num_joined_visits`` in one go with those of other
-            micro-batches, or of other layers) and ``num_eager_visits``: forwards and backwards of layers that
-            were replayed from a recording, and that ran without one although recording is on.
+            micro-batches, or of other layers) and ``num_eager_visits``: forwards and backwards of
+            layers that were replayed from a recording, and that ran without one although recording
+            is on.
 
             ``num_groups``: groups of micro-batches that went through the blocks together.
 

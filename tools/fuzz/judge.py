@@ -46,7 +46,7 @@ class Verdict:
             run), ``skipped`` (the resident run does not repeat itself), or ``failed``.
         kind: What sort of failure or refusal, without numbers and names: equal for equal causes.
         detail: One line that says what was expected and found.
-        num_joined: Visits that were replayed in one go with those of other micro-batches, or layers.
+        num_joined: Visits that were replayed in one go with others, of micro-batches or layers.
     """
 
     end: End

@@ -223,8 +223,7 @@ class Segment:
         self._waiting.append(found)
         if len(self._waiting) < len(self.parts):
             return found.result.hand_on(self._hidden.tensors[0])
-        is_kept_by_code = any(each.result.is_held() for each in self._waiting[:-2])
-        if is_kept_by_code or found.call.surroundings != layer.surroundings():
+        if any(each.result.is_held() for each in self._waiting[:-2]):  # by code that may use it
             self.run_waiting()
             return found.result.take()
         return self._replay()
@@ -241,7 +240,7 @@ class Segment:
         if not number:
             call = self._first_call(layer, args, kwargs)
             key = part.key
-        elif not (isinstance(args[0], Pending) and args[0].result is waiting[-1].result):
+        elif not (self._is_next(args[0]) and self._is_as_before()):
             return None
         else:
             alike = next((each for each in waiting[-1:] if each.is_alike(args, kwargs)), None)
@@ -305,6 +304,15 @@ class Segment:
     def _condition_now(self) -> Condition:
         return Condition(self._name, self._contents, self._layers[0].weights.bindings)
 
+    def _is_next(self, given: Any) -> bool:
+        """Whether that is what the last call that waits has handed on."""
+        return isinstance(given, Pending) and given.result is self._waiting[-1].result
+
+    def _is_as_before(self) -> bool:
+        """Whether a layer that runs now runs as when the first one that waits was called."""
+        first = self._waiting[0].call
+        return first.obstacle() is None and first.surroundings == first.layer.surroundings()
+
     def _require_unedited(self) -> None:
         if any(each._version != version for each, version in self._given):
             raise UnsupportedModelError(
@@ -318,14 +326,21 @@ class Segment:
         if not self._waiting:
             return
         self._require_unedited()
+        if not self._is_as_before():
+            raise UnsupportedModelError(
+                f"{self._layers[0].name}: expected a model's code to leave autocast, settings and "
+                "modes of PyTorch alone between two layers, found that it changes some. Use "
+                "poros.prepare(model, cuda_graphs=False)"
+            )
         self._num_in_vain += 1
         waiting, self._waiting, self._given = self._waiting, [], []
         first = waiting[0].call
         first.layer.context.forget_casts(first.condition.trained.ids)
         hidden = first.tensors[0]
-        for each in waiting:
-            hidden = each.layer.forward_now((hidden, *each.others), each.kwargs)
-            each.result.value = hidden
+        with torch.inference_mode(False), torch.enable_grad():
+            for each in waiting:
+                hidden = each.layer.forward_now((hidden, *each.others), each.kwargs)
+                each.result.value = hidden
 
     def _replay(self) -> torch.Tensor:
         self._require_unedited()

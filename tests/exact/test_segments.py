@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from poros.errors import PorosError, RematerializationError, UnsupportedModelErr
 from tests.exact.recorded import recorded
 from tests.loops import (
     Batch,
+    adapted,
     bf16,
     layers_of,
     own_loss,
@@ -146,6 +148,30 @@ def test_losses(which: str) -> None:
     assert same(run(model), run(make()))
     if which not in ALONE:
         assert num_joined(model) > 0
+
+
+def grouped(model: Model) -> Model:
+    return poros.use_adapter_kernels(model, "grouped")
+
+
+# Adapters, what prepares the resident model, and whether layers are joined.
+ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, bool]] = {
+    "grouped": ({}, {"adapter_kernels": "grouped"}, grouped, True),
+    "DoRA": ({"use_dora": True}, {"adapter_kernels": "peft"}, lambda model: model, True),
+    "16 bits": ({"adapters": torch.bfloat16}, {}, lambda model: model, True),
+    "the second layer alone": ({"layers_to_transform": [1]}, {}, lambda model: model, False),
+    "dropout": ({"lora_dropout": 0.1}, {}, lambda model: model, False),
+}
+
+
+@pytest.mark.parametrize("loss", [in_the_models_region, own_loss])
+@pytest.mark.parametrize("which", ADAPTERS)
+def test_adapters(which: str, loss: Any) -> None:
+    options, policy, reference, is_joined = ADAPTERS[which]
+    run = partial(train, loss=loss, **ONE_LENGTH)
+    model = kept(adapted(**options), 2, **policy)
+    assert same(run(model), run(reference(adapted(**options))))
+    assert (num_joined(model) > 0) == is_joined
 
 
 def hooked(order: list[str]) -> Callable[[Model, int], None]:
@@ -353,6 +379,52 @@ def by_a_function(hidden: Any, layer: Layer) -> Any:
     return layer(3, layer(2, Passing.apply(layer(1, layer(0, hidden)))))
 
 
+def under_autocast(hidden: Any, layer: Layer) -> Any:
+    hidden = layer(1, layer(0, hidden))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
+        return layer(3, layer(2, hidden))
+
+
+def under_autocast_for_a_while(hidden: Any, layer: Layer) -> Any:
+    hidden = layer(0, hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
+        hidden = layer(2, layer(1, hidden))
+    return layer(3, hidden)
+
+
+def used_under_autocast(hidden: Any, layer: Layer) -> Any:
+    hidden = layer(1, layer(0, hidden))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
+        hidden = hidden * 2
+    return layer(3, layer(2, hidden))
+
+
+def later_frozen(hidden: Any, layer: Layer) -> Any:
+    first = layer(0, hidden)
+    with torch.no_grad():
+        hidden = layer(2, layer(1, first))
+    return layer(3, hidden) + first
+
+
+def used_without_gradients(hidden: Any, layer: Layer) -> Any:
+    first = layer(0, hidden)
+    with torch.no_grad():
+        scale = first.square().mean()
+    return layer(3, layer(2, layer(1, first))) * scale
+
+
+def with_other_tables(hidden: Any, layer: Layer) -> Any:
+    hidden = layer(1, layer(0, hidden))
+    layer.__self__.rope = tuple(each * 0.5 for each in layer.__self__.rope)  # type: ignore[attr-defined]
+    return layer(3, layer(2, hidden))
+
+
+def with_edited_tables(hidden: Any, layer: Layer) -> Any:
+    hidden = layer(1, layer(0, hidden))
+    layer.__self__.rope[0].mul_(0.5)  # type: ignore[attr-defined]
+    return layer(3, layer(2, hidden))
+
+
 CODES: dict[str, tuple[Code, type[PorosError] | None]] = {
     "passed on": (passed_on, None),
     "used": (used, None),
@@ -364,11 +436,22 @@ CODES: dict[str, tuple[Code, type[PorosError] | None]] = {
     "disordered": (disordered, None),
     "partly without gradients": (partly_frozen, None),
     "branched": (branched, None),
+    "later without gradients": (later_frozen, None),
+    "used without gradients": (used_without_gradients, None),
+    "under autocast": (under_autocast, UnsupportedModelError),
+    "under autocast for a while": (under_autocast_for_a_while, UnsupportedModelError),
+    "used under autocast": (used_under_autocast, UnsupportedModelError),
+    "with other tables": (with_other_tables, None),
+    "with edited tables": (with_edited_tables, UnsupportedModelError),
     "one kept": (one_kept, UnsupportedModelError),
     "by a function": (by_a_function, UnsupportedModelError),
 }
 LIBRARY = {"__name__": "transformers.written"}
 """So that what is written below is taken for a library's code."""
+
+
+def as_library(code: Any) -> Code:
+    return FunctionType(code.__code__, {**code.__globals__, **LIBRARY})
 
 
 def with_code(model: Model, code: list[Code], is_known: bool = True) -> Model:
@@ -380,9 +463,13 @@ def with_code(model: Model, code: list[Code], is_known: bool = True) -> Model:
         "    hidden = self.embed_tokens(input_ids)\n"
         "    places = torch.arange(hidden.shape[1])[None]\n"
         "    rope = self.rotary_emb(hidden, places)\n"
-        "    def layer(number, hidden):\n"
-        "        return self.layers[number](hidden, position_embeddings=rope)\n"
-        "    return Output(last_hidden_state=self.norm(code[-1](hidden, layer)))\n",
+        "    call = Calls(self.layers, rope).call\n"
+        "    return Output(last_hidden_state=self.norm(code[-1](hidden, call)))\n"
+        "class Calls:\n"
+        "    def __init__(self, layers, rope):\n"
+        "        self.layers, self.rope = layers, rope\n"
+        "    def call(self, number, hidden):\n"
+        "        return self.layers[number](hidden, position_embeddings=self.rope)\n",
         space | (LIBRARY if is_known else {}),
         space,
     )
@@ -394,21 +481,25 @@ def with_code(model: Model, code: list[Code], is_known: bool = True) -> Model:
     return model
 
 
+@pytest.mark.parametrize("loss", [own_loss, in_the_models_region])
 @pytest.mark.parametrize("which", CODES)
-def test_code_between_layers(which: str) -> None:
+def test_code_between_layers(which: str, loss: Any) -> None:
     """It does otherwise than it did from the fourth step on, and later as it did before."""
     code, error = CODES[which]
+    if code is repeated and loss is in_the_models_region:
+        error = UnsupportedModelError  # as without recordings: both calls share casts
 
     def run(model: Model, codes: list[Code]) -> list[torch.Tensor]:
         def between(model: Model, number: int) -> None:
-            codes.append(code if 3 <= number < 6 else passed_on)
+            codes.append(as_library(code if 3 <= number < 6 else passed_on))
 
-        return train(model, between=between, sizes=(2,) * 9, lengths=(12,), together=False)
+        options: Any = {**ONE_LENGTH, "sizes": (2,) * 9}
+        return train(model, between=between, loss=loss, **options)
 
     codes: list[Code] = [passed_on]
     model = kept(with_code(make(), codes))
     if error is not None:
-        with pytest.raises(error, match="cuda_graphs=False"):
+        with pytest.raises(error, match=r"cuda_graphs=False|no other call of a layer"):
             run(model, codes)
         assert num_joined(model) > 0
         return

@@ -1,5 +1,6 @@
 """Whole runs with recorded visits on a GPU: 200 steps of a real size, TRL's trainers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ HALF_A_BILLION = Qwen2Config(
 )
 
 
-def losses_and_adapters(model: Model) -> list[torch.Tensor]:
+def losses_and_adapters(
+    model: Model, lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Of 200 steps on batches of two lengths; the random state at the end.
 
     With attention that repeats itself: fused kernels need not, where others use the GPU as well.
@@ -37,9 +40,10 @@ def losses_and_adapters(model: Model) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     losses = []
     for number in range(NUM_STEPS):
-        length = LENGTHS[number % len(LENGTHS)]
+        length = lengths[number % len(lengths)]
         tokens = torch.randint(0, 2048, (1, length), generator=generator).cuda()
-        with sdpa_kernel(SDPBackend.MATH):
+        region = torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32)
+        with sdpa_kernel(SDPBackend.MATH), region:
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         losses.append(loss.detach())
@@ -49,12 +53,12 @@ def losses_and_adapters(model: Model) -> list[torch.Tensor]:
     return [*losses, *adapters, torch.cuda.get_rng_state()]
 
 
-def half_a_billion(folder: Path) -> Model:
+def half_a_billion(folder: Path, dropout: float = 0.05) -> Model:
     if not folder.exists():
         tiny.write_checkpoint(HALF_A_BILLION, folder, dtype=BF16)
     base = tiny.load_base(folder, dtype=BF16, device="cuda")
     torch.manual_seed(0)
-    return tiny.attach(base, rank=16, dropout=0.05).train()
+    return tiny.attach(base, rank=16, dropout=dropout).train()
 
 
 def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
@@ -68,6 +72,21 @@ def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
     assert captures.num_replays > 0.9 * NUM_STEPS * 24 * 2
     # Something was learned, and something drawn.
     assert not same(found[0], found[NUM_STEPS - 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "autocast"])
+def test_two_hundred_steps_of_kept_layers_in_a_row(tmp_path: Path, dtype: torch.dtype) -> None:
+    """24 layers that keep their graphs: three segments; of the second length they are recomputed."""
+    lengths = (384, 384, 384, 384, 256)
+    resident = half_a_billion(tmp_path / "base", dropout=0.0)
+    expected = losses_and_adapters(resident, lengths, dtype)
+    del resident
+    model = half_a_billion(tmp_path / "base", dropout=0.0)
+    poros.prepare(model, slots=24, keep_last=24, loss="reference", cuda_graphs=True)
+    assert same_runs(losses_and_adapters(model, lengths, dtype), expected)
+    stats = poros.runtime(model).stats()
+    print(stats["num_joined_visits"], stats["num_replayed_visits"], stats["num_eager_visits"])
+    assert stats["num_joined_visits"] > 0.7 * NUM_STEPS * 24 * 2
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])

@@ -76,7 +76,7 @@ def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "autocast"])
 def test_two_hundred_steps_of_kept_layers_in_a_row(tmp_path: Path, dtype: torch.dtype) -> None:
-    """24 layers that keep their graphs: three segments; of the second length they are recomputed."""
+    """24 layers in three segments; those of the second length are recomputed."""
     lengths = (384, 384, 384, 384, 256)
     resident = half_a_billion(tmp_path / "base", dropout=0.0)
     expected = losses_and_adapters(resident, lengths, dtype)

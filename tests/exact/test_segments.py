@@ -200,12 +200,12 @@ def test_gradients_arrive_in_the_order_of_a_resident_run() -> None:
 def changed(model: Model, number: int) -> None:
     """What may be otherwise between steps, when layers are joined."""
     if number == 3:
-        several(model)
-    elif number == 5:
-        layers_of(model)[1].register_forward_hook(lambda module, given, result: result * 1.5)
-    elif number == 7:
         layers_of(model)[2].mlp.down_proj.scaling["default"] = 0.25
-    elif number == 9:
+    elif number == 6:
+        several(model)
+    elif number == 8:
+        layers_of(model)[1].register_forward_hook(lambda module, given, result: result * 1.5)
+    elif number == 10:
         model.base_model.set_adapter("default")
 
 
@@ -216,6 +216,18 @@ def test_what_changes_between_steps(loss: Any) -> None:
     run = partial(train, loss=loss, between=changed, **options)
     model = kept(make())
     assert same(run(model), run(make()))
+    assert num_joined(model) > 0
+
+
+def test_layers_that_begin_to_draw() -> None:
+    """Joined in evaluation mode, with gradients; from the fifth step on in training mode."""
+
+    def between(model: Model, number: int) -> None:
+        model.train(number >= 4)
+
+    run = partial(train, between=between, **{**ONE_LENGTH, "sizes": (2,) * 7})
+    model = kept(adapted(lora_dropout=0.1), 2)
+    assert same(run(model), run(adapted(lora_dropout=0.1)))
     assert num_joined(model) > 0
 
 
@@ -288,9 +300,9 @@ def test_backwards(which: str) -> None:
     assert num_joined(model) == before + 2 * number
 
 
-def edit(model: Model) -> None:
+def edit(model: Model, number: int = 5) -> None:
     with torch.no_grad():
-        trained(model)[5].mul_(2)
+        trained(model)[number].mul_(2)
 
 
 def second_order(model: Model) -> None:
@@ -305,6 +317,14 @@ def test_what_a_backward_refuses(act: Callable[[Model], None]) -> None:
         act(model)
         model.loss.backward()
     assert all(each.grad is None for each in trained(model))
+
+
+def test_a_hook_before_a_layer_comes_behind_the_layers_before() -> None:
+    """It edits an adapter of the first layer, which has run by then: a resident model raises."""
+    model, batch = prepared_and_joined()
+    layers_of(model)[2].register_forward_pre_hook(lambda module, given: edit(model, 0))
+    with pytest.raises(Exception, match=r"inplace operation|edited"):
+        own_loss(model, batch).backward()
 
 
 # ------------------------------------------------------------- code between layers
@@ -422,6 +442,11 @@ def with_other_tables(hidden: Any, layer: Layer) -> Any:
     return layer(3, layer(2, hidden))
 
 
+def with_a_mask(hidden: Any, layer: Any) -> Any:
+    hidden = layer(1, layer(0, hidden))
+    return layer(3, layer(2, hidden, attention_mask=torch.eye(12)[None, None] * -5.0))
+
+
 def with_edited_tables(hidden: Any, layer: Layer) -> Any:
     hidden = layer(1, layer(0, hidden))
     layer.__self__.rope[0].mul_(0.5)  # type: ignore[attr-defined]
@@ -445,6 +470,7 @@ CODES: dict[str, tuple[Code, type[PorosError] | None]] = {
     "under autocast for a while": (under_autocast_for_a_while, UnsupportedModelError),
     "used under autocast": (used_under_autocast, UnsupportedModelError),
     "with other tables": (with_other_tables, None),
+    "with a mask": (with_a_mask, None),
     "with edited tables": (with_edited_tables, UnsupportedModelError),
     "one kept": (one_kept, UnsupportedModelError),
     "by a function": (by_a_function, UnsupportedModelError),
@@ -471,8 +497,8 @@ def with_code(model: Model, code: list[Code], is_known: bool = True) -> Model:
         "class Calls:\n"
         "    def __init__(self, layers, rope):\n"
         "        self.layers, self.rope = layers, rope\n"
-        "    def call(self, number, hidden):\n"
-        "        return self.layers[number](hidden, position_embeddings=self.rope)\n",
+        "    def call(self, number, hidden, **more):\n"
+        "        return self.layers[number](hidden, position_embeddings=self.rope, **more)\n",
         space | (LIBRARY if is_known else {}),
         space,
     )

@@ -5,7 +5,7 @@ some steps they are joined. Streams are adversarial, slots and what recordings l
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -113,6 +113,22 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
+ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
+UNDRAWN: Subject = partial(training, dropout=0.0)
+
+
+@cache
+def resident(run: Callable[..., Facts], base: Subject, kernels: str = "", loss: str = "") -> Facts:
+    """What the run computes with a resident model: once, and only to be compared."""
+    model = base()
+    if kernels == "grouped":
+        poros.use_adapter_kernels(model, "grouped")
+    if loss == "chunked":
+        slice_resident_loss(model)
+    return run(model, together=False)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies(policy: str, monkeypatch: Patch) -> None:
     found, genuine = [], Rows.one
@@ -123,27 +139,18 @@ def test_policies(policy: str, monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(Rows, "one", call_again)
     model = on_tapes(training(), **POLICIES[policy])
-    expected = train(training(), together=False, **OFTEN)
-    assert same(train(model, **OFTEN), expected)
+    run = RUNS["two forms"]
+    assert same(run(model), resident(run, training))
     assert any(each is None for each in found) and any(each is not None for each in found)
-
-
-ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
-ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
-UNDRAWN: Subject = partial(training, dropout=0.0)
 
 
 def joined(
     run: Callable[..., Facts] = ALIKE_RUN, base: Subject = UNDRAWN, **policy: Any
 ) -> tuple[bool, int]:
     """Whether it ends as resident, and how many visits were replayed in one go."""
-    model, resident = on_tapes(base(), **{"slots": 2, **policy}), base()
-    if policy.get("adapter_kernels") == "grouped":
-        poros.use_adapter_kernels(resident, "grouped")
-    if policy.get("loss") == "chunked":
-        slice_resident_loss(resident)
-    is_same = same(run(model), run(resident, together=False))
-    return is_same, poros.runtime(model).stats()["num_joined_visits"]
+    model = on_tapes(base(), **{"slots": 2, **policy})
+    expected = resident(run, base, policy.get("adapter_kernels", ""), policy.get("loss", ""))
+    return same(run(model), expected), poros.runtime(model).stats()["num_joined_visits"]
 
 
 def ends_alike(run: Callable[..., Facts], base: Subject, **policy: Any) -> bool:
@@ -345,17 +352,20 @@ def test_controls(which: str, monkeypatch: Patch) -> None:
         return  # it does not come to its end
 
 
+def edit(model: Model, number: int) -> None:
+    for each in trained(model)[number::3]:
+        # PyTorch counts neither; the first moves them.
+        each.data = each.data * 1.5 if number == 1 else each.data.mul_(0.5)
+
+
+EDITED: Callable[..., Facts] = partial(
+    train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": (*OFTEN["sizes"], 5, 5)}
+)
+
+
 def grouped_ends_alike(policy: dict[str, Any]) -> bool:
     """Grouped products under autocast, of adapters that change between steps and within one."""
-
-    def edit(model: Model, number: int) -> None:
-        for each in trained(model)[number::3]:
-            # PyTorch counts neither; the first moves them.
-            each.data = each.data * 1.5 if number == 1 else each.data.mul_(0.5)
-
-    sizes = (*OFTEN["sizes"], 5, 5)
-    run = partial(train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": sizes})
-    return ends_alike(run, UNDRAWN, adapter_kernels="grouped", **policy)
+    return ends_alike(EDITED, UNDRAWN, adapter_kernels="grouped", **policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -431,6 +441,9 @@ def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: 
     assert is_same != is_control
 
 
+FOUR: Subject = partial(training, dropout=0.0, num_layers=4)
+
+
 @pytest.mark.parametrize("is_control", [False, True])
 def test_dense_weights_of_blocks_that_have_moved(is_control: bool, monkeypatch: Patch) -> None:
     """What makes them dense is recorded anew: it would read the slots of before."""
@@ -441,6 +454,5 @@ def test_dense_weights_of_blocks_that_have_moved(is_control: bool, monkeypatch: 
         if number == 3:
             poros.runtime(model).resize(ResidencyPlan(3, 0))
 
-    base = partial(training, dropout=0.0, num_layers=4)
-    found = train(on_tapes(base(), slots=2, share_dense=True), between=move, **ALIKE)
-    assert same(found, train(base(), together=False, **ALIKE)) != is_control
+    found = train(on_tapes(FOUR(), slots=2, share_dense=True), between=move, **ALIKE)
+    assert same(found, resident(ALIKE_RUN, FOUR)) != is_control

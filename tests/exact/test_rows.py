@@ -157,6 +157,7 @@ def ends_alike(run: Callable[..., Facts], base: Subject, **policy: Any) -> bool:
     return joined(run, base, **policy)[0]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("run", RUNS)
 def test_runs(run: str, base: str) -> None:

@@ -30,6 +30,7 @@ from tests.loops import (
     Batch,
     Subject,
     accumulated,
+    adapted,
     before,
     dense,
     in_autocast,
@@ -101,11 +102,16 @@ RUNS: dict[str, Callable[..., Facts]] = {
     "two groups a step": in_two_groups,
     "a hook on the node of an adapter": with_a_hook_on_a_node,
 }
+few: Any = partial(adapted, num_layers=3, target_modules=["q_proj", "down_proj"])
+"""What is joined is visits, whatever is adapted in them."""
+DROPOUT, UNDRAWN = partial(few, lora_dropout=0.05), few
 BASES: dict[str, Subject] = {
-    "dropout": training,
-    "nothing is drawn": partial(dense, dropout=0.0),
-    "DoRA": partial(training, adapter="dora"),
+    "dropout": DROPOUT,
+    "nothing is drawn": partial(few, quantize=False),
+    "DoRA": partial(DROPOUT, use_dora=True),
 }
+SEVEN: Subject = partial(training, dropout=0.0)
+"""Products of which are grouped."""
 POLICIES: dict[str, dict[str, Any]] = {
     "two slots": {"slots": 2},
     "inputs on the host": {"slots": 2, "offload_boundaries": True},
@@ -115,7 +121,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
 ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
-UNDRAWN: Subject = partial(training, dropout=0.0)
 
 
 @cache
@@ -138,9 +143,9 @@ def test_policies(policy: str, monkeypatch: Patch) -> None:
         return found[-1]
 
     monkeypatch.setattr(Rows, "one", call_again)
-    model = on_tapes(training(), **POLICIES[policy])
+    model = on_tapes(DROPOUT(), **POLICIES[policy])
     run = RUNS["two forms"]
-    assert same(run(model), resident(run, training))
+    assert same(run(model), resident(run, DROPOUT))
     assert any(each is None for each in found) and any(each is not None for each in found)
 
 
@@ -217,12 +222,12 @@ def embedded_first(model: Model, together: bool = True) -> Facts:
 
 
 JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
-    "LoRA": joined,
+    "LoRA": partial(joined, base=SEVEN),
     "dense": partial(joined, base=BASES["nothing is drawn"]),
-    "DoRA": partial(joined, base=partial(training, dropout=0.0, adapter="dora")),
+    "DoRA": partial(joined, base=partial(few, use_dora=True)),
     "one kept": partial(joined, slots=3, keep_last=1),
     "grouped products": partial(
-        joined, partial(train, loss=in_autocast, **ALIKE), adapter_kernels="grouped"
+        joined, partial(train, loss=in_autocast, **ALIKE), SEVEN, adapter_kernels="grouped"
     ),
     "of two lengths": partial(joined, partial(train, **{**ALIKE, "lengths": (12,) * 15 + (9,)})),
     "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
@@ -234,7 +239,7 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "gradients edited": partial(joined, partial(in_two_groups, behind=penalize)),
 }
 NOT_JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
-    "dropout": partial(joined, base=training),
+    "dropout": partial(joined, base=DROPOUT),
     "inputs on the host": partial(joined, offload_boundaries=True),
     "with hooks": partial(joined, with_a_hook_on_a_node),
     "made in inference mode": partial(joined, partial(train, form=of_inference, **ALIKE)),
@@ -297,7 +302,7 @@ def test_a_use_without_a_gradient() -> None:
 
 
 def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
-    model = on_tapes(training())
+    model = on_tapes(DROPOUT())
     train(model, **OFTEN)
     caught, genuine, numbers = list[Exception](), Rows.one, count()
 
@@ -348,7 +353,7 @@ def test_controls(which: str, monkeypatch: Patch) -> None:
     owner, name, instead, run = CONTROLS[which]
     monkeypatch.setattr(owner, name, instead)
     try:
-        assert not ends_alike(RUNS[run], training)
+        assert not ends_alike(RUNS[run], DROPOUT)
     except (RuntimeError, poros.PorosError):
         return  # it does not come to its end
 
@@ -366,7 +371,7 @@ EDITED: Callable[..., Facts] = partial(
 
 def grouped_ends_alike(policy: dict[str, Any]) -> bool:
     """Grouped products under autocast, of adapters that change between steps and within one."""
-    return ends_alike(EDITED, UNDRAWN, adapter_kernels="grouped", **policy)
+    return ends_alike(EDITED, SEVEN, adapter_kernels="grouped", **policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -438,11 +443,11 @@ def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) ->
 def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: Patch) -> None:
     if is_control:
         monkeypatch.setattr(GradientSums, "add", as_left)
-    is_same = ends_alike(with_a_forward_in_a_hook, UNDRAWN, adapter_kernels="grouped")
+    is_same = ends_alike(with_a_forward_in_a_hook, SEVEN, adapter_kernels="grouped")
     assert is_same != is_control
 
 
-FOUR: Subject = partial(training, dropout=0.0, num_layers=4)
+FOUR: Subject = partial(few, num_layers=4)
 
 
 @pytest.mark.parametrize("is_control", [False, True])

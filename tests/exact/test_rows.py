@@ -110,8 +110,8 @@ BASES: dict[str, Subject] = {
     "nothing is drawn": partial(few, quantize=False),
     "DoRA": partial(DROPOUT, use_dora=True),
 }
-SEVEN: Subject = partial(training, dropout=0.0)
-"""Products of which are grouped."""
+ALL: Subject = partial(training, dropout=0.0)
+TO_GROUP: Subject = partial(few, target_modules=["q_proj", "k_proj", "v_proj"])
 POLICIES: dict[str, dict[str, Any]] = {
     "two slots": {"slots": 2},
     "inputs on the host": {"slots": 2, "offload_boundaries": True},
@@ -222,12 +222,12 @@ def embedded_first(model: Model, together: bool = True) -> Facts:
 
 
 JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
-    "LoRA": partial(joined, base=SEVEN),
+    "LoRA": partial(joined, base=ALL),
     "dense": partial(joined, base=BASES["nothing is drawn"]),
     "DoRA": partial(joined, base=partial(few, use_dora=True)),
     "one kept": partial(joined, slots=3, keep_last=1),
     "grouped products": partial(
-        joined, partial(train, loss=in_autocast, **ALIKE), SEVEN, adapter_kernels="grouped"
+        joined, partial(train, loss=in_autocast, **ALIKE), TO_GROUP, adapter_kernels="grouped"
     ),
     "of two lengths": partial(joined, partial(train, **{**ALIKE, "lengths": (12,) * 15 + (9,)})),
     "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
@@ -371,7 +371,7 @@ EDITED: Callable[..., Facts] = partial(
 
 def grouped_ends_alike(policy: dict[str, Any]) -> bool:
     """Grouped products under autocast, of adapters that change between steps and within one."""
-    return ends_alike(EDITED, SEVEN, adapter_kernels="grouped", **policy)
+    return ends_alike(EDITED, TO_GROUP, adapter_kernels="grouped", **policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -443,7 +443,7 @@ def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) ->
 def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: Patch) -> None:
     if is_control:
         monkeypatch.setattr(GradientSums, "add", as_left)
-    is_same = ends_alike(with_a_forward_in_a_hook, SEVEN, adapter_kernels="grouped")
+    is_same = ends_alike(with_a_forward_in_a_hook, TO_GROUP, adapter_kernels="grouped")
     assert is_same != is_control
 
 

@@ -104,11 +104,12 @@ RUNS: dict[str, Callable[..., Facts]] = {
 }
 few: Any = partial(adapted, num_layers=3, target_modules=["q_proj", "down_proj"])
 """What is joined is visits, whatever is adapted in them."""
-DROPOUT, UNDRAWN = partial(few, lora_dropout=0.05), few
+UNDRAWN: Subject = partial(few, quantize=False)
+DROPOUT: Subject = partial(UNDRAWN, lora_dropout=0.05)
 BASES: dict[str, Subject] = {
     "dropout": DROPOUT,
-    "nothing is drawn": partial(few, quantize=False),
-    "DoRA": partial(DROPOUT, use_dora=True),
+    "nothing is drawn": few,
+    "DoRA": partial(few, lora_dropout=0.05, use_dora=True),
 }
 ALL: Subject = partial(training, dropout=0.0)
 TO_GROUP: Subject = partial(few, target_modules=["q_proj", "k_proj", "v_proj"])
@@ -223,7 +224,7 @@ def embedded_first(model: Model, together: bool = True) -> Facts:
 
 JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "LoRA": partial(joined, base=ALL),
-    "dense": partial(joined, base=BASES["nothing is drawn"]),
+    "dense": joined,
     "DoRA": partial(joined, base=partial(few, use_dora=True)),
     "one kept": partial(joined, slots=3, keep_last=1),
     "grouped products": partial(

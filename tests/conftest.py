@@ -45,6 +45,16 @@ def collections_look_at_what_is_new() -> Iterator[None]:
         unfreeze()
 
 
+@pytest.fixture(scope="module")
+def planned_once() -> Iterator[None]:
+    """Steps of equal models are planned once in this process, where plans are not what is shown."""
+    from tests.planning.known import costs_computed_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        costs_computed_once(patch)
+        yield
+
+
 @pytest.fixture
 def compiled_anew() -> Iterator[None]:
     """What ``torch.compile`` has made is forgotten."""

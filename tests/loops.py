@@ -61,14 +61,15 @@ _ADAPTED: dict[str, Model] = {}
 
 
 def adapted(architecture: str = "qwen2", **options: Any) -> Model:
-    """Two layers with LoRA that is not zero; a copy of one that is made once."""
+    """Two layers, or more, with LoRA that is not zero; a copy of one that is made once."""
     key = f"adapted {architecture} {options}"
-    of_base = {name: options.pop(name) for name in ("dtype", "quantize") if name in options}
+    names = ("dtype", "quantize", "num_layers")
+    of_base = {"num_layers": 2, **{name: options.pop(name) for name in names if name in options}}
     adapters = options.pop("adapters", torch.float32)
     settings: dict[str, Any] = {"r": 8, "target_modules": SEVEN, "task_type": "CAUSAL_LM"}
 
     def make() -> Model:
-        base = small_base(architecture, num_layers=2, dropout=0.0, **of_base)
+        base = small_base(architecture, dropout=0.0, **of_base)
         model: Model = get_peft_model(base, LoraConfig(**{**settings, **options}))
         fill(model, adapters)
         return model.train()

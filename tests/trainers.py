@@ -265,6 +265,8 @@ def check_not_vacuous(run: Trajectory) -> None:
 
 # Trainers of TRL.
 
+ADAPTED = ["q_proj", "down_proj"]
+
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 
 
@@ -332,10 +334,11 @@ class TrlArms:
         options = {"quantize": self.quantize, "device": self.device, "auto_class": self.auto_class}
         return make_base(**SMALL, **options)
 
-    def adapter(self) -> LoraConfig:
+    def adapter(self, **options: Any) -> LoraConfig:
         """As users attach it to a base; the head of a reward model is trained as a whole."""
         task = "CAUSAL_LM" if self.auto_class is None else "SEQ_CLS"
-        return LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear", task_type=task)
+        given = {"r": 4, "lora_dropout": 0.05, "target_modules": ADAPTED, **options}
+        return LoraConfig(task_type=task, **given)
 
     def run(
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
@@ -348,11 +351,9 @@ class TrlArms:
             model = self.base()
             extra["peft_config"] = self.adapter()
         else:
-            if self.auto_class is None:
-                model = tiny.attach(self.base(), dropout=0.05)
-            else:
-                torch.manual_seed(1)
-                model = get_peft_model(self.base(), self.adapter())
+            torch.manual_seed(1)
+            is_zero = self.auto_class is not None
+            model = get_peft_model(self.base(), self.adapter(init_lora_weights=is_zero))
             model = model if prepare is None else prepare(model)
         arguments = trainer_arguments(
             self.folder / "run",
@@ -401,7 +402,7 @@ def check(
     assert poros.runtime(arms.model).stats()["num_loads"] > 0
     assert len(found.steps) == arms.num_steps
     assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
-    num_trained = 2 * 7 * NUM_LAYERS + (arms.auto_class is not None)
+    num_trained = 2 * len(ADAPTED) * NUM_LAYERS + (arms.auto_class is not None)
     for step in found.steps:
         assert len(step.gradients) == len(step.exp_avg) == num_trained
     losses = [float(each) for step in found.steps for each in step.losses]

@@ -18,6 +18,7 @@ from tests.command import poros_command, text
 from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 
 pytest.importorskip("trl", reason="poros finetune needs TRL")
+pytestmark = pytest.mark.usefixtures("planned_once")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

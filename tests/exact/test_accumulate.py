@@ -82,6 +82,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Weights that are dense already are not shared: these have 4 bits."""
 
 
+few = partial(adapted, num_layers=3, lora_dropout=0.05, target_modules=["q_proj", "down_proj"])
+few_dense = partial(few, quantize=False)
+"""Where it does not matter what is adapted."""
+
+
 def of_base(*architecture: str, **options: Any) -> Training:
     return program(base=lambda: training(*architecture, **options))
 
@@ -102,7 +107,7 @@ PROGRAMS = {
     "dense, float32": program(base=partial(dense, dtype=FP32), **MIXED),
     **{
         name: program(
-            base=training if policy.get("share_dense") else dense, policy=policy, sizes=(3, 3)
+            base=few if policy.get("share_dense") else few_dense, policy=policy, sizes=(3, 3)
         )
         for name, policy in POLICIES.items()
     },
@@ -188,12 +193,12 @@ def changing(model: Model) -> Loss:
     return loss
 
 
-on_host = partial(program, base=dense, policy=ON_HOST)
+on_host = partial(program, base=few_dense, policy=ON_HOST)
 UNSUPPORTED = UnsupportedModelError
 # How often all of the head is brought, if nothing else reads it.
 HEADS: dict[str, tuple[Training, int | None]] = {
     "once for a group": (on_host(padded=True), AHEAD),
-    "autocast": (on_host(of(in_autocast), base=partial(dense, dtype=torch.float32)), AHEAD),
+    "autocast": (on_host(of(in_autocast), base=partial(few_dense, dtype=torch.float32)), AHEAD),
     "evaluation between": (on_host(between=evaluating), AHEAD + len(SIZES)),
     "read logits": (on_host(counted), None),
     "by number": (on_host(numbered), AHEAD),
@@ -208,7 +213,7 @@ HEADS: dict[str, tuple[Training, int | None]] = {
     # Slices of other widths come for themselves.
     "two widths": (on_host(lengths=(12, 20)), AHEAD + len(SIZES)),
     "it stops coming to the head": (
-        later(read_logits, (UNSUPPORTED, "one backward for each"), base=dense, policy=ON_HOST),
+        later(read_logits, (UNSUPPORTED, "one backward for each"), base=few_dense, policy=ON_HOST),
         None,
     ),
     # The part of it before the head would count too little, where others are at the head.

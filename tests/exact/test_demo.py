@@ -20,6 +20,7 @@ from poros.examples.demo_data import ModelSize
 from tests.command import rendered
 
 pytest.importorskip("trl", reason="the demo trains as poros finetune does")
+pytestmark = pytest.mark.usefixtures("planned_once")
 
 SMALL = ModelSize(num_layers=3, hidden_size=96, intermediate_size=192, vocab_size=512)
 

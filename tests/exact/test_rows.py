@@ -5,7 +5,7 @@ some steps they are joined. Streams are adversarial, slots and what recordings l
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -30,6 +30,7 @@ from tests.loops import (
     Batch,
     Subject,
     accumulated,
+    adapted,
     before,
     dense,
     in_autocast,
@@ -101,16 +102,41 @@ RUNS: dict[str, Callable[..., Facts]] = {
     "two groups a step": in_two_groups,
     "a hook on the node of an adapter": with_a_hook_on_a_node,
 }
+few: Any = partial(adapted, num_layers=3, target_modules=["q_proj", "down_proj"])
+"""What is joined is visits, whatever is adapted in them."""
+UNDRAWN: Subject = partial(few, quantize=False)
+DROPOUT: Subject = partial(UNDRAWN, lora_dropout=0.05)
 BASES: dict[str, Subject] = {
-    "dropout": training,
-    "nothing is drawn": partial(dense, dropout=0.0),
-    "DoRA": partial(training, adapter="dora"),
+    "dropout": DROPOUT,
+    "nothing is drawn": few,
+    "DoRA": partial(few, lora_dropout=0.05, use_dora=True),
 }
+ALL: Subject = partial(training, dropout=0.0)
+TO_GROUP: Subject = partial(few, target_modules=["q_proj", "k_proj", "v_proj"])
 POLICIES: dict[str, dict[str, Any]] = {
     "two slots": {"slots": 2},
     "inputs on the host": {"slots": 2, "offload_boundaries": True},
     "one kept": {"slots": 3, "keep_last": 1},
 }
+
+
+ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
+ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
+
+
+@cache
+def _resident(run: Callable[..., Facts], base: Subject, kernels: str, loss: str) -> Facts:
+    model = base()
+    if kernels == "grouped":
+        poros.use_adapter_kernels(model, "grouped")
+    if loss == "chunked":
+        slice_resident_loss(model)
+    return run(model, together=False)
+
+
+def resident(run: Callable[..., Facts], base: Subject, kernels: str = "", loss: str = "") -> Facts:
+    """What the run computes with a resident model, which is trained once."""
+    return [each.clone() for each in _resident(run, base, kernels, loss)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -122,34 +148,26 @@ def test_policies(policy: str, monkeypatch: Patch) -> None:
         return found[-1]
 
     monkeypatch.setattr(Rows, "one", call_again)
-    model = on_tapes(training(), **POLICIES[policy])
-    expected = train(training(), together=False, **OFTEN)
-    assert same(train(model, **OFTEN), expected)
+    model = on_tapes(DROPOUT(), **POLICIES[policy])
+    run = RUNS["two forms"]
+    assert same(run(model), resident(run, DROPOUT))
     assert any(each is None for each in found) and any(each is not None for each in found)
-
-
-ALIKE: Any = {"sizes": (4,) * 7, "lengths": (12,)}
-ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
-UNDRAWN: Subject = partial(training, dropout=0.0)
 
 
 def joined(
     run: Callable[..., Facts] = ALIKE_RUN, base: Subject = UNDRAWN, **policy: Any
 ) -> tuple[bool, int]:
     """Whether it ends as resident, and how many visits were replayed in one go."""
-    model, resident = on_tapes(base(), **{"slots": 2, **policy}), base()
-    if policy.get("adapter_kernels") == "grouped":
-        poros.use_adapter_kernels(resident, "grouped")
-    if policy.get("loss") == "chunked":
-        slice_resident_loss(resident)
-    is_same = same(run(model), run(resident, together=False))
-    return is_same, poros.runtime(model).stats()["num_joined_visits"]
+    model = on_tapes(base(), **{"slots": 2, **policy})
+    expected = resident(run, base, policy.get("adapter_kernels", ""), policy.get("loss", ""))
+    return same(run(model), expected), poros.runtime(model).stats()["num_joined_visits"]
 
 
 def ends_alike(run: Callable[..., Facts], base: Subject, **policy: Any) -> bool:
     return joined(run, base, **policy)[0]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("run", RUNS)
 def test_runs(run: str, base: str) -> None:
@@ -209,12 +227,12 @@ def embedded_first(model: Model, together: bool = True) -> Facts:
 
 
 JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
-    "LoRA": joined,
-    "dense": partial(joined, base=BASES["nothing is drawn"]),
-    "DoRA": partial(joined, base=partial(training, dropout=0.0, adapter="dora")),
+    "LoRA": partial(joined, base=ALL),
+    "dense": joined,
+    "DoRA": partial(joined, base=partial(few, use_dora=True)),
     "one kept": partial(joined, slots=3, keep_last=1),
     "grouped products": partial(
-        joined, partial(train, loss=in_autocast, **ALIKE), adapter_kernels="grouped"
+        joined, partial(train, loss=in_autocast, **ALIKE), TO_GROUP, adapter_kernels="grouped"
     ),
     "of two lengths": partial(joined, partial(train, **{**ALIKE, "lengths": (12,) * 15 + (9,)})),
     "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
@@ -226,7 +244,7 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "gradients edited": partial(joined, partial(in_two_groups, behind=penalize)),
 }
 NOT_JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
-    "dropout": partial(joined, base=training),
+    "dropout": partial(joined, base=DROPOUT),
     "inputs on the host": partial(joined, offload_boundaries=True),
     "with hooks": partial(joined, with_a_hook_on_a_node),
     "made in inference mode": partial(joined, partial(train, form=of_inference, **ALIKE)),
@@ -289,7 +307,7 @@ def test_a_use_without_a_gradient() -> None:
 
 
 def test_an_error_behind_the_first_reaches_the_loss(monkeypatch: Patch) -> None:
-    model = on_tapes(training())
+    model = on_tapes(DROPOUT())
     train(model, **OFTEN)
     caught, genuine, numbers = list[Exception](), Rows.one, count()
 
@@ -340,22 +358,25 @@ def test_controls(which: str, monkeypatch: Patch) -> None:
     owner, name, instead, run = CONTROLS[which]
     monkeypatch.setattr(owner, name, instead)
     try:
-        assert not ends_alike(RUNS[run], training)
+        assert not ends_alike(RUNS[run], DROPOUT)
     except (RuntimeError, poros.PorosError):
         return  # it does not come to its end
 
 
+def edit(model: Model, number: int) -> None:
+    for each in trained(model)[number::3]:
+        # PyTorch counts neither; the first moves them.
+        each.data = each.data * 1.5 if number == 1 else each.data.mul_(0.5)
+
+
+EDITED: Callable[..., Facts] = partial(
+    train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": (*OFTEN["sizes"], 5, 5)}
+)
+
+
 def grouped_ends_alike(policy: dict[str, Any]) -> bool:
     """Grouped products under autocast, of adapters that change between steps and within one."""
-
-    def edit(model: Model, number: int) -> None:
-        for each in trained(model)[number::3]:
-            # PyTorch counts neither; the first moves them.
-            each.data = each.data * 1.5 if number == 1 else each.data.mul_(0.5)
-
-    sizes = (*OFTEN["sizes"], 5, 5)
-    run = partial(train, loss=in_autocast, between=edit, **{**OFTEN, "sizes": sizes})
-    return ends_alike(run, UNDRAWN, adapter_kernels="grouped", **policy)
+    return ends_alike(EDITED, TO_GROUP, adapter_kernels="grouped", **policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -427,8 +448,11 @@ def as_left(self: GradientSums, *given: Any, genuine: Any = GradientSums.add) ->
 def test_casts_behind_a_hook_that_runs_the_model(is_control: bool, monkeypatch: Patch) -> None:
     if is_control:
         monkeypatch.setattr(GradientSums, "add", as_left)
-    is_same = ends_alike(with_a_forward_in_a_hook, UNDRAWN, adapter_kernels="grouped")
+    is_same = ends_alike(with_a_forward_in_a_hook, TO_GROUP, adapter_kernels="grouped")
     assert is_same != is_control
+
+
+FOUR: Subject = partial(few, num_layers=4)
 
 
 @pytest.mark.parametrize("is_control", [False, True])
@@ -441,6 +465,5 @@ def test_dense_weights_of_blocks_that_have_moved(is_control: bool, monkeypatch: 
         if number == 3:
             poros.runtime(model).resize(ResidencyPlan(3, 0))
 
-    base = partial(training, dropout=0.0, num_layers=4)
-    found = train(on_tapes(base(), slots=2, share_dense=True), between=move, **ALIKE)
-    assert same(found, train(base(), together=False, **ALIKE)) != is_control
+    found = train(on_tapes(FOUR(), slots=2, share_dense=True), between=move, **ALIKE)
+    assert same(found, resident(ALIKE_RUN, FOUR)) != is_control

@@ -24,7 +24,16 @@ from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
 from tests.comparing import assert_same_run, compare_trajectories, digest
-from tests.loops import NUM_LAYERS, ON_HOST, batches, build, run, slice_resident_loss, streamed
+from tests.loops import (
+    NUM_LAYERS,
+    ON_HOST,
+    adapted,
+    batches,
+    build,
+    run,
+    slice_resident_loss,
+    streamed,
+)
 from tests.operators import Operators
 from tests.replaced import Patch, in_place_of, raising
 from tests.trainers import Arms, logged
@@ -107,6 +116,12 @@ def trained_embedding(model: Model) -> Model:
     return model
 
 
+def few(**options: Any) -> Model:
+    """A model with two adapters a layer: they have no bearing on the head."""
+    given = {"num_layers": NUM_LAYERS, "target_modules": ["q_proj", "down_proj"], **options}
+    return adapted(lora_dropout=0.05, **given).eval()
+
+
 with_sliced_loss: Callable[..., Model] = partial(streamed, slots=2, **ON_HOST)
 """Prepared, with its head in host memory."""
 
@@ -177,10 +192,10 @@ HEADS = {
 def test_it_trains_as_a_resident_one(which: str, caplog: pytest.LogCaptureFixture) -> None:
     """And if it stays as it was, that is said."""
     change, said, is_sliced, own, policy = HEADS[which]
-    resident = change(build())
+    resident = change(few())
     expected = run(slice_resident_loss(resident) if is_sliced else resident)
     with caplog.at_level(logging.WARNING, logger="poros"):
-        model = with_sliced_loss(change(build()), **policy)
+        model = with_sliced_loss(change(few()), **policy)
     assert said in caplog.text and not (is_sliced and "keeps its own" in caplog.text)
     assert_same_run(expected, run(model))
     found = {n: g for n, g in expected.steps[0].gradients.items() if "lm_head" in n}
@@ -200,17 +215,17 @@ LATER: dict[str, Change] = {
 
 @pytest.mark.parametrize("which", LATER)
 def test_what_comes_to_a_resident_head_later_is_trained(which: str) -> None:
-    expected = run(LATER[which](slice_resident_loss(build())))
-    found = run(LATER[which](with_sliced_loss(build(), stream_head=False)))
+    expected = run(LATER[which](slice_resident_loss(few())))
+    found = run(LATER[which](with_sliced_loss(few(), stream_head=False)))
     assert_same_run(expected, found)
     assert any("lm_head" in name and g.any() for name, g in found.steps[0].gradients.items())
 
 
 def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
-    model = poros.restore(tied(with_sliced_loss(build())))
+    model = poros.restore(tied(with_sliced_loss(few())))
     base = model.get_base_model()
     assert base.model.embed_tokens.weight is base.lm_head.weight
-    assert torch.equal(outputs(model).loss, outputs(tied(build())).loss)
+    assert torch.equal(outputs(model).loss, outputs(tied(few())).loss)
 
 
 def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: Patch) -> None:
@@ -218,15 +233,15 @@ def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: Patch) -> 
 
     def on_host(**policy: Any) -> tuple[bool, bool]:
         given = {"stream_head": None, **policy}
-        model = poros.prepare(build(), **given)
+        model = poros.prepare(few(), **given)
         weights = head_of(model), model.get_input_embeddings().weight
         return isinstance(weights[0], HostMatrix), isinstance(weights[1], HostMatrix)
 
     assert on_host(loss="chunked") == (False, False)
-    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", head_of(build()).nbytes)
+    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", head_of(few()).nbytes)
     assert on_host(loss="chunked") == (True, True)
     assert on_host(loss="reference", stream_embedding=False) == (False, False)
-    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", head_of(build()).nbytes + 1)
+    monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", head_of(few()).nbytes + 1)
     assert on_host(loss="chunked") == (False, False)
 
 
@@ -237,7 +252,7 @@ def test_large_logits_that_are_read_are_mentioned_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("poros.head.takeover._LOUD_NUM_BYTES", 1)
-    model = with_sliced_loss(build())
+    model = with_sliced_loss(few())
     with caplog.at_level(logging.WARNING, logger="poros.head.takeover"):
         outputs(model).loss.backward()
         assert caplog.text == ""
@@ -250,7 +265,7 @@ def test_labels_for_some_positions_only() -> None:
     """Shifted by the caller, divided by a number of items, ignored by another number."""
     given = batches()[0]["labels"]
     shifted = F.pad(given, (0, 1), value=-100)[..., 1:].contiguous()
-    models = [build(dtype=torch.float32).eval() for _ in range(2)]
+    models = [few(dtype=torch.float32).eval() for _ in range(2)]
     with_sliced_loss(models[0])
     for extra in (
         *({"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}),
@@ -261,7 +276,7 @@ def test_labels_for_some_positions_only() -> None:
         )
         assert abs(ours - plain) < 1e-5 * plain, extra
     nothing = torch.full_like(given, -100)
-    model = with_sliced_loss(build()).train()
+    model = with_sliced_loss(few()).train()
     loss = outputs(model, labels=nothing).loss
     loss.backward()
     assert bool(loss.isnan())
@@ -279,7 +294,7 @@ WATCHES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WATCHES)
 def test_the_gradient_of_logits_that_the_loss_goes_around_is_refused(name: str) -> None:
-    model = with_sliced_loss(build()).train()
+    model = with_sliced_loss(few()).train()
     with pytest.raises(PreparedModelError, match="expected no use of their gradient"):
         WATCHES[name](outputs(model))
     WATCHES["hook"](outputs(model, labels=None))  # no loss was taken of these
@@ -342,7 +357,7 @@ def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
             *(digest(p.grad) for p in model.parameters() if p.grad is not None),
         ]
 
-    assert gradients(build()) == gradients(with_sliced_loss(build()))
+    assert gradients(few()) == gradients(with_sliced_loss(few()))
 
 
 # What moves, and what is there.
@@ -353,7 +368,7 @@ def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
     batch = tiny.make_batches(1, num_tokens=20)[0]
 
     def most(**policy: Any) -> int:
-        model = with_sliced_loss(build(), stream_embedding=True, self_check="off", **policy).train()
+        model = with_sliced_loss(few(), stream_embedding=True, self_check="off", **policy).train()
         sizes: list[int] = []
 
         def note(operator: Any, given: Any, made: Any) -> None:
@@ -398,7 +413,7 @@ def test_the_head_has_a_place_once_every_block_has_one(
 
 def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: Patch) -> None:
     monkeypatch.setattr("poros.head.choice.LEAST_NUM_BYTES", 1)
-    model = with_sliced_loss(build(), **{**ON_HOST, "stream_head": None})
+    model = with_sliced_loss(few(), **{**ON_HOST, "stream_head": None})
     runtime = poros.runtime(model)
     before = runtime.stats()["device_num_bytes"]
     with monkeypatch.context() as patch:
@@ -406,7 +421,7 @@ def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: Patch) ->
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             runtime.resize(ResidencyPlan(NUM_LAYERS, 0))
     assert runtime.room == ResidencyPlan(2, 0) and runtime.stats()["device_num_bytes"] == before
-    assert_same_run(run(with_sliced_loss(build())), run(model))
+    assert_same_run(run(with_sliced_loss(few())), run(model))
 
 
 def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -482,7 +497,7 @@ DAMAGE: dict[str, tuple[dict[str, Any], Damage, str]] = {
 @pytest.mark.parametrize("which", DAMAGE)
 def test_the_first_step_notices_damage(which: str, monkeypatch: Patch) -> None:
     policy, damage, said = DAMAGE[which]
-    model = with_sliced_loss(build(), **policy)
+    model = with_sliced_loss(few(), **policy)
     damage(model, monkeypatch)
     with pytest.raises(ParityError, match=said):
         run(model)
@@ -492,7 +507,7 @@ def test_the_first_step_notices_damage(which: str, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("which", ["other rows", "a slice that comes late"])
 def test_control_without_the_check_it_would_have_trained_on(which: str, monkeypatch: Patch) -> None:
     policy, damage, _ = DAMAGE[which]
-    expected, model = (with_sliced_loss(build(), **policy, self_check="off") for _ in "ab")
+    expected, model = (with_sliced_loss(few(), **policy, self_check="off") for _ in "ab")
     loss = outputs(expected.train()).loss
     damage(model, monkeypatch)
     assert not torch.equal(outputs(model.train()).loss, loss)
@@ -514,7 +529,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
 @pytest.mark.parametrize("which", CHANGES)
 def test_a_head_in_host_memory_that_is_changed_is_refused(which: str) -> None:
     """Before anything is computed with it. Writes: ``tests/unit/test_host_matrix``."""
-    model = with_sliced_loss(build())
+    model = with_sliced_loss(few())
     with pytest.raises(PreparedModelError, match="weight"):
         CHANGES[which](model)
         model(**batches()[0]).loss.backward()

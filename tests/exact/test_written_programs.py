@@ -180,6 +180,8 @@ def forward(*terms: Term, **options: Any) -> tuple[Forward, ...]:
 
 TWO = (Forward(), Forward(batch=1))
 DENSE, DROPOUT = Subject(quantize=False), Subject(dropout=0.2)
+FEW, FEW_DROPOUT = Subject(targets="qv"), Subject(targets="qv", dropout=0.2)
+"""Where it does not matter what is adapted: half the time."""
 KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 HOOKS = (*KINDS, *(f"global_{kind}" for kind in KINDS))
 NOISE = (
@@ -237,20 +239,20 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     }.items():
         # An evaluation in whatever mode each module is in by then.
         after = (Evaluate(mode="train"),)
-        yield f"{name} in between", row(between=(between,), after=after, subject=DROPOUT)
+        yield f"{name} in between", row(between=(between,), after=after, subject=FEW_DROPOUT)
     modes: Any = {"before": (SetMode(),), "between": (SetMode(True),)}
-    yield "train behind a forward of eval", row(subject=DROPOUT, **modes)
-    yield "inputs that require gradients", row(Enable("input_grads"))
-    yield "inputs that require them later", row(before=(Enable("input_grads"),))
-    yield "much dropout", row(subject=Subject(dropout=0.5))
+    yield "train behind a forward of eval", row(subject=FEW_DROPOUT, **modes)
+    yield "inputs that require gradients", row(Enable("input_grads"), subject=FEW)
+    yield "inputs that require them later", row(before=(Enable("input_grads"),), subject=FEW)
+    yield "much dropout", row(subject=Subject(targets="qv", dropout=0.5))
     for name, between in {
         "rate of dropout": SetDropout(layer=1),
         "kind of attention": SetAttention(),
         "none of the adapters": Adapter("disable"),
         "scaled adapters": Adapter("scale"),
     }.items():
-        yield f"{name} in between", row(between=(between,), subject=DROPOUT, end=REFUSED)
-    merged = row(between=(Adapter("merge"),), end="PreparedModelError")
+        yield f"{name} in between", row(between=(between,), subject=FEW_DROPOUT, end=REFUSED)
+    merged = row(between=(Adapter("merge"),), subject=FEW, end="PreparedModelError")
     yield "adapters merged in between", merged
     yield "saved on the host", row(context="save_on_cpu", end="UnsupportedModelError")
 
@@ -346,14 +348,14 @@ def together() -> Iterator[tuple[str, Row]]:
         "tied adapters": Tie("across"),
         "a function for a forward": UseTwice(),
     }.items():
-        yield f"together: {name}", row(action, subject=DROPOUT, **three)
+        yield f"together: {name}", row(action, subject=FEW_DROPOUT, **three)
 
 
 def exchanges() -> Iterator[tuple[str, Row]]:
     """Frozen adapters that act: exchanged between steps, or edited between forward and backward."""
     hows = ("inplace", "data", "numpy", "assign", "cast", "replace")
     for how, frozen in zip(hows, cycle(("reference", "lora_A")), strict=False):
-        edit, subject = EditAdapter(frozen, how), Subject(frozen=frozen)
+        edit, subject = EditAdapter(frozen, how), replace(FEW, frozen=frozen)
         if how != "cast":  # which raises in both
             yield f"{frozen}: {how}", row(before=(edit,), subject=subject)
         yield f"{frozen}: {how} in between", row(between=(edit,), subject=subject, end=REFUSED)
@@ -366,10 +368,10 @@ def edits() -> Iterator[tuple[str, Row]]:
     for place, (how, what) in enumerate(zip(hows, cycle(("norm", "bias")), strict=False)):
         before = (EditBase(what, how, layer=place % 3), Evaluate())
         steps = (Step(before=before), Step(), Step(before=before))
-        yield f"{what}: {how}", Row(Program(policy=policies[place % 3], steps=steps))
+        yield f"{what}: {how}", Row(Program(FEW, policies[place % 3], steps=steps))
         if how not in ("data", "numpy"):  # of which nobody tells
             between = (EditBase(what, how, layer=1),)
-            yield f"{what}: {how} in between", row(between=between, end=REFUSED)
+            yield f"{what}: {how} in between", row(between=between, subject=FEW, end=REFUSED)
 
 
 def later() -> Iterator[tuple[str, Row]]:
@@ -387,7 +389,7 @@ def later() -> Iterator[tuple[str, Row]]:
     ):
         policy = Policy(recorded=True, keep_last=2 * (place % 2))
         steps = (*[Step()] * 3, Step(before=(change,)), Step())
-        yield f"{name} later", Row(Program(DROPOUT, policy, steps=steps))
+        yield f"{name} later", Row(Program(FEW_DROPOUT, policy, steps=steps))
 
 
 def in_turn() -> Iterator[tuple[str, Row]]:
@@ -402,7 +404,7 @@ def in_turn() -> Iterator[tuple[str, Row]]:
         ),
         "passes without gradients, with adapters and without": references,
     }
-    subject = Subject(dtype="bfloat16", num_layers=2, dropout=0.1)
+    subject = replace(FEW, dtype="bfloat16", num_layers=2, dropout=0.1)
     for keep_last, (name, steps) in product((0, 2), kinds.items()):
         policy = Policy(recorded=True, keep_last=keep_last)
         yield f"{name}, {keep_last} kept", Row(Program(subject, policy, steps=(*steps,) * 4))
@@ -432,7 +434,7 @@ def managed() -> Iterator[tuple[str, Row]]:
     for place, (name, parts) in enumerate(scenarios.items()):
         kind = ("lora", "dora", "rslora", "lora_bias")[place % 4]
         dtype = ("bfloat16", "float32")[place % 2]
-        subject = Subject(kind=kind, dtype=dtype, dropout=0.1, quantize=place % 3 > 0)
+        subject = replace(FEW, kind=kind, dtype=dtype, dropout=0.1, quantize=place % 3 > 0)
         policy = Policy(block_size=1 + place % 2)
         steps = tuple(
             Step(before=part, autocast="each" if cast in part else "off") for part in parts
@@ -451,7 +453,9 @@ def heads() -> Iterator[tuple[str, Row]]:
         policy = Policy(stream_head=True, stream_embedding=True, loss=loss)
         for place, is_trained in enumerate((False, True)):
             step = Step(before=evaluated, forwards=forwards, autocast=("off", "each")[place])
-            subject = Subject(name, train_head=is_trained and name == "qwen2", dropout=0.1)
+            subject = replace(
+                FEW, architecture=name, train_head=is_trained and name == "qwen2", dropout=0.1
+            )
             steps = (step, Step(forwards=TWO, backward="together"))
             yield f"{loss}, {subject}", Row(Program(subject, policy, steps=steps))
 

@@ -18,6 +18,7 @@ from tests.covers import with_slow
 from tests.finetune.subjects import TEMPLATE, write_base, write_rows
 from tests.support import AS_PLAIN
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 ROOT = Path(__file__).resolve().parents[2]
 
 

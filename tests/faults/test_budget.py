@@ -37,6 +37,8 @@ from tests.replaced import Patch, raising
 from tests.support import AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams, SlotHazard
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
 BATCHES = tiny.make_batches(4, num_tokens=16, padded=False)

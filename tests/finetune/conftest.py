@@ -7,6 +7,11 @@ import pytest
 pytest.importorskip("trl", reason="poros finetune trains with TRL")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def of_one_small_model(planned_once: None) -> None:
+    """So are nearly all runs: they are planned once."""
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.finetune.subjects import write_model

@@ -39,6 +39,7 @@ def in_four_steps(model: Path, rows: Path) -> dict[str, Any]:
         "model__source": model,
         "data__source": rows,
         **SHORT,
+        "adapter__target_modules": "q_proj,down_proj",  # however many, it is interrupted alike
         "training__max_steps": NUM_STEPS,
         "training__gradient_accumulation_steps": 1,
         "memory__slots": 2,

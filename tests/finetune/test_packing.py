@@ -17,7 +17,7 @@ from poros.gates import tiny
 from poros.kernels import forwards, packed_attention
 from poros.kernels.forwards import LIBRARIES
 from poros.loaders.settings import model_class_of
-from tests.finetune.subjects import recipe_of, run
+from tests.finetune.subjects import Trained, recipe_of, run
 
 ACROSS = ("bloom", "opt", "mamba", "jamba", "qwen3_next", "lfm2")
 LENGTHS = (5, 11, 1, 7)
@@ -207,10 +207,30 @@ def test_packed_attention_is_refused_for_rows_that_are_not(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("room", [{"memory__slots": 2}, {"memory__vram": "1GiB"}])
+Ran = tuple[Trained, dict[str, Any]]
+"""A run, and what its model's runtime has counted."""
+
+
+def packed(model: Path, data: Path, out: Path, **more: Any) -> Ran:
+    made, make = list[Any](), runs._model
+    common = {"training__max_length": 64, "training__max_steps": 3, "training__learning_rate": 1e-3}
+    common["training__gradient_accumulation_steps"] = 2
+    source = {"model__source": model, "data__source": data / "text.jsonl"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "_model", lambda *given: made.append(make(*given)) or made[-1])
+        found = run(recipe_of(**source, **common, **more, output__folder=out))
+    assert "packed into rows" in found.said
+    return found, poros.runtime(made[0]).stats()
+
+
+@pytest.fixture(scope="module")
+def masked(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return packed(model, data, tmp_path_factory.mktemp("masked"), memory__slots=2)
+
+
 def test_attention_that_takes_cu_seqlens_gets_them(
-    room: dict[str, Any],
     attention: str,
+    masked: Ran,
     model: Path,
     data: Path,
     tmp_path: Path,
@@ -220,26 +240,17 @@ def test_attention_that_takes_cu_seqlens_gets_them(
     names = LIBRARIES | {"tests", __name__.partition(".")[0]}
     monkeypatch.setattr(forwards, "LIBRARIES", names)  # as if a library had registered it
     assert keeps_apart(CONFIG_MAPPING["qwen2"](), attention)
-    source = {"model__source": model, "data__source": data / "text.jsonl"}
-    common = {"training__max_length": 64, "training__max_steps": 3, "training__learning_rate": 1e-3}
-    common["training__gradient_accumulation_steps"] = 2
-    found, made, make = {}, [], runs._model
-    monkeypatch.setattr(runs, "_model", lambda *given: made.append(make(*given)) or made[-1])
-    for name, more in {
-        "streamed": {"model__attention": attention, **room},
-        "resident": {"model__attention": attention, "memory__resident": True},
-        "masked": {"memory__slots": 2},
-    }.items():
-        recipe = recipe_of(**source, **common, **more, output__folder=tmp_path / name)
-        found[name] = run(recipe)
-        assert "packed into rows" in found[name].said
-    streamed, _, masked = (poros.runtime(each).stats() for each in made)
-    assert (streamed["attention"], masked["attention"]) == (attention, "sdpa")
-    assert streamed["num_groups"] == masked["num_groups"] > 0
-    assert streamed["fallbacks"] == masked["fallbacks"]
-    assert found["streamed"].losses == found["resident"].losses
-    assert found["streamed"].adapter == found["resident"].adapter
-    assert found["streamed"].losses == pytest.approx(found["masked"].losses, rel=1e-3)
+    chosen = {"model__attention": attention}
+    resident, _ = packed(model, data, tmp_path / "resident", **chosen, memory__resident=True)
+    assert masked[1]["attention"] == "sdpa" and masked[1]["num_groups"] > 0
+    for name, value in {"slots": 2, "vram": "1GiB"}.items():
+        room = {f"memory__{name}": value}
+        streamed, stats = packed(model, data, tmp_path / name, **chosen, **room)
+        assert stats["attention"] == attention
+        assert stats["num_groups"] == masked[1]["num_groups"]
+        assert stats["fallbacks"] == masked[1]["fallbacks"]
+        assert (streamed.losses, streamed.adapter) == (resident.losses, resident.adapter)
+        assert streamed.losses == pytest.approx(masked[0].losses, rel=1e-3)
 
 
 def test_control_attention_that_takes_neither_a_mask_nor_cu_seqlens() -> None:

@@ -8,7 +8,7 @@ from array import array
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import transformers
@@ -23,7 +23,7 @@ from poros.recipes import passing
 from poros.recipes.recipe import METHODS, Recipe, TrainingPart, named, settings
 from tests.finetune import arms
 from tests.finetune.arms import arm
-from tests.finetune.subjects import Broken, at_step, break_at, recipe_of, run, write_rows
+from tests.finetune.subjects import Broken, Trained, at_step, break_at, recipe_of, run, write_rows
 
 
 def becoming_worse(folder: Path, max_steps: int) -> dict[str, Any]:
@@ -52,28 +52,39 @@ def test_the_best_checkpoint_is_the_adapter(model: Path, data: Path, tmp_path: P
     assert len(list(folder.glob("checkpoint-*"))) == 3
 
 
+class Ended(NamedTuple):
+    """A run that early stopping has ended, and its settings."""
+
+    options: dict[str, Any]
+    whole: Trained
+
+
+@pytest.fixture(scope="module")
+def ended(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("ended")
+    options = arms.settings(model, data, "text") | becoming_worse(folder, 12)
+    options["training__early_stopping_patience"] = 2
+    return Ended(options, run(recipe_of(**options, output__folder=folder / "whole")))
+
+
 def test_a_run_that_becomes_no_better_ends(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that was interrupted while it did not."""
-    options = arms.settings(model, data, "text") | becoming_worse(tmp_path, 12)
-    options["training__early_stopping_patience"] = 2
-    expected = run(recipe_of(**options, output__folder=tmp_path / "whole"))
+    expected = ended.whole
     number = len(expected.losses)
     assert number < 12
-    recipe = recipe_of(**options, output__folder=tmp_path / "run")
+    recipe = recipe_of(**ended.options, output__folder=tmp_path / "run")
     break_at(monkeypatch, recipe, number - 1)
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
 
 
 def test_a_run_that_early_stopping_has_ended_is_over(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a signal came in its last step, if no adapter was written, and if it may be longer."""
-    options = arms.settings(model, data, "text") | becoming_worse(tmp_path, 12)
-    options |= {"training__early_stopping_patience": 2, "output__folder": tmp_path / "run"}
-    expected = run(recipe_of(**{**options, "output__folder": tmp_path / "whole"}))
+    options, expected = {**ended.options, "output__folder": tmp_path / "run"}, ended.whole
     last = len(expected.losses)
     recipe = recipe_of(**options)
 

@@ -18,6 +18,8 @@ from poros.planning.request import PlanRequest, Speeds
 from poros.utils.formatting import size
 from tests.planning.cells import lora
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 # Blocks of 0.1 MB; at these rates the link is the bottleneck, and there compute is.
 SLOW_LINK, FAST_LINK = Speeds(0.001, 1.0), Speeds(1000.0, 0.001)
 

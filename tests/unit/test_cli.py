@@ -28,6 +28,7 @@ from tests.command import poros_command, run_apart, text
 from tests.comparing import compare_mappings
 from tests.damage import field, flipped
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 # The command as it is installed.
 MAIN = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; main()"

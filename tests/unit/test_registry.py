@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from poros.gates.kinds import KINDS
 from poros.gates.registry import Outcome, Record, Registry, read_registry
 from poros.gates.report import ParityReport
 from tests.command import poros_command
+from tests.support import make_model
 from tools import sweep, ways
 
 QUICK = "starcoder2"
@@ -206,9 +208,14 @@ def test_a_process_that_hangs_or_dies_is_recorded(monkeypatch: pytest.MonkeyPatc
     assert record.outcome == "failed" and "exit code 3" in str(record.reason)
 
 
-def test_families_are_looked_at_in_each_way() -> None:
-    """Control: adapters that are others from the beginning."""
-    assert ways.look("qwen2", "cpu").startswith("equal (visits replayed: ")
+def test_families_are_looked_at_in_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few steps, visits replayed among them. Control: other adapters."""
+    monkeypatch.setattr(tiny, "make_model", make_model)
+    monkeypatch.setattr(ways, "NUM_STEPS", 3)
+    numbers = re.fullmatch(r"equal \(visits replayed: \[([\d, ]+)\]\)", ways.look("qwen2", "cpu"))
+    assert numbers and all(int(each) > 0 for each in numbers[1].split(","))
+    assert len(numbers[1].split(",")) == len(ways.WAYS)
+    monkeypatch.setattr(ways, "NUM_STEPS", 1)
 
     def edit(model: Any) -> None:
         next(each for each in model.parameters() if each.requires_grad).data += 0.01

@@ -67,6 +67,13 @@ def test_layers_in_a_row_are_replayed_in_one_go(architecture: str, padded: bool)
     assert num_joined(model) >= 2 * NUM_LAYERS * 2 * 2
 
 
+def test_another_length_is_recomputed() -> None:
+    run = partial(train, **{**ONE_LENGTH, "sizes": (3,) * 5, "lengths": (12, 12, 9)})
+    model = kept(make())
+    assert same(run(model), run(make()))
+    assert num_joined(model) > 0
+
+
 @pytest.mark.parametrize("num_layers", [2, 9, 11])
 def test_long_models_are_several_segments(num_layers: int) -> None:
     """At most eight layers are joined; a single one is replayed by itself."""
@@ -112,10 +119,10 @@ def with_parts_without(model: Model, batch: Batch) -> torch.Tensor:
 
 
 def of_what_is_embedded(model: Model, batch: Batch) -> torch.Tensor:
-    """The first layer's hidden states need a gradient, and the loss uses them too."""
-    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
-    out = model(inputs_embeds=embedded * 1.5, labels=batch["labels"], use_cache=False)
-    return out.loss + embedded.square().mean()
+    """What the first layer is given needs a gradient of three terms; an adapter gets its sum."""
+    hidden = model.get_input_embeddings()(batch["input_ids"]) * (1 + trained(model)[-1].sum())
+    out = model(inputs_embeds=hidden, labels=batch["labels"], use_cache=False)
+    return out.loss + hidden.sin().mean()
 
 
 def with_a_cache(model: Model, batch: Batch) -> torch.Tensor:

@@ -444,14 +444,18 @@ def used_without_gradients(hidden: Any, layer: Layer) -> Any:
 
 
 def with_other_tables(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    layer.__self__.rope = tuple(each * 0.5 for each in layer.__self__.rope)  # type: ignore[attr-defined]
-    return layer(3, layer(2, hidden))
+    for number in range(NUM_LAYERS):
+        if number == 2:
+            layer.__self__.rope = tuple(each * 0.5 for each in layer.__self__.rope)  # type: ignore[attr-defined]
+        hidden = layer(number, hidden)
+    return hidden
 
 
 def with_a_mask(hidden: Any, layer: Any) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    return layer(3, layer(2, hidden, attention_mask=torch.eye(12)[None, None] * -5.0))
+    for number in range(NUM_LAYERS):
+        mask = {"attention_mask": torch.eye(12)[None, None] * -5.0} if number == 2 else {}
+        hidden = layer(number, hidden, **mask)
+    return hidden
 
 
 def with_edited_tables(hidden: Any, layer: Layer) -> Any:

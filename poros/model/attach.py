@@ -185,6 +185,7 @@ class Attachment:
         model: nn.Module,
         layers: Sequence[tuple[nn.Module, StreamedLayer]],
         begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        end: Callable[..., None],
         renew: Callable[[], None],
     ) -> None:
         """Make the layers stream, and set up everything around them.
@@ -192,6 +193,7 @@ class Attachment:
         Args:
             layers: Each layer, with the streamed layer that it becomes.
             begin: Is called with the module that holds the layers, and the arguments of its call.
+            end: Is called as that has run, or has raised.
             renew: Allocates all slots anew, after one was written to.
         """
         classes = {base: streamed_class(base) for base in {type(layer) for layer, _ in layers}}
@@ -203,8 +205,11 @@ class Attachment:
         ancestors = _ancestors(model, self._layers_name)
         # The innermost module that is called: code that bypasses the outer ones calls it too.
         holder = ancestors[-2][1] if len(ancestors) > 1 else model
-        handle = holder.register_forward_pre_hook(begin, with_kwargs=True)
-        self._undo.callback(handle.remove)
+        for handle in (
+            holder.register_forward_pre_hook(begin, with_kwargs=True),
+            holder.register_forward_hook(end, always_call=True),
+        ):
+            self._undo.callback(handle.remove)
         self._switch_off(model, ancestors)
         self._hide_from_ddp(model)
         for module, name, guard in guards_of(ancestors, self._device, renew):

@@ -10,7 +10,6 @@ from torch import nn
 
 from poros.config import MIN_SLOTS
 from poros.errors import UnvalidatedArchitectureError
-from poros.kernels.forwards import foreign_code
 from poros.model.sizing import ResidencyPlan, Sizer, shape_of
 from poros.replay.captures import Captures
 from poros.stream.boundary import StreamedLayer, refuse_tracing, streamed_layer
@@ -72,11 +71,16 @@ class Passes(ABC):
             self.context.visits.end_all()
             layers, is_on = list(self.streamed_layers()), self.sizer.replays
             are_rows = stand_in is not None and stand_in.are_rows
-            may_wait = foreign_code([holder]) is None
-            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows, may_wait):
+            alone = holder if stand_in is None else None
+            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows, alone):
                 self.sizer.recorded()
         if stand_in is not None:
             stand_in.enter(holder, (*args, *kwargs.values()))
+
+    def end_pass(self, *_: object) -> None:
+        """The code of what holds the layers has ended, or raised."""
+        if self.captures is not None:
+            self.captures.segments.end_pass()
 
     def make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Give the blocks the room that suits a micro-batch, before its layers run.

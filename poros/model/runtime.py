@@ -149,7 +149,8 @@ class Runtime(Passes):
         self.sizer = self._make_sizer(estimate)
         self.context = self._make_context(inventory, recorder)
         layers = self._make_layers(inventory)
-        attachment.attach_layers(model, layers, self.begin_pass, lambda: self.resize(self.room))
+        passes = self.begin_pass, self.end_pass
+        attachment.attach_layers(model, layers, *passes, lambda: self.resize(self.room))
         attachment.at_detach(partial(_forget_runtime, self._layers))
         for layer in inventory.layers:
             layer.__dict__[_KEY] = self

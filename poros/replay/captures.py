@@ -35,6 +35,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from poros.errors import ParityError, UnsupportedModelError
 from poros.replay.call import LEAVES, CallFacts, LayerCall
@@ -380,7 +381,7 @@ class Captures:
         is_on: bool = True,
         num_grouped: int = 1,
         are_rows: bool = False,
-        may_wait: bool = True,
+        holder: nn.Module | None = None,
     ) -> bool:
         """Record what has come often enough, not within a visit; whether anything was recorded.
 
@@ -390,9 +391,9 @@ class Captures:
             num_grouped: Micro-batches that go through the layers together.
             are_rows: Whether calls of the pass share a layer's dense weights, if there is memory
                 for them.
-            may_wait: Whether calls may wait for those of the layers behind.
+            holder: Holds the layers, if their calls may wait for those of layers behind.
         """
-        self.segments.begin_pass(layers[-1].index if may_wait and layers else None)
+        self.segments.begin_pass(holder, layers)
         self._memory.begin_pass()
         self._num_passes += 1
         if not is_on and self.is_on:

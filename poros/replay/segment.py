@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from poros.errors import UnsupportedModelError
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.forwards import has_hooks
 from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import NUM_OF_FORM, LayerCall, total
@@ -214,8 +214,10 @@ class Segment:
     def call(self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In place of the forward of one of its layers, with gradients."""
         number = layer.index - self._layers[0].index
-        if not number:
-            self._waiting, self._given = [], []
+        if not number and any(each.result.is_held() for each in self._waiting):
+            self.run_waiting()
+        elif not number:
+            self.forget_waiting()
         found = self._waiting_call(number, layer, args, kwargs)
         if found is None:
             self.run_waiting()
@@ -321,6 +323,10 @@ class Segment:
                 "use poros.prepare(model, cuda_graphs=False)"
             )
 
+    def forget_waiting(self) -> None:
+        """Calls that wait are not to run."""
+        self._waiting, self._given = [], []
+
     def run_waiting(self) -> None:
         """Have the calls that wait run one by one."""
         if not self._waiting:
@@ -398,6 +404,12 @@ class Segment:
         return [part.gradients(is_first=part is self.parts[0]) for part in self.parts]
 
     def _one_by_one(self, visit: "SegmentVisit", gradient: torch.Tensor) -> list[Gradients]:
+        contents = self._contents
+        if not (contents.is_current() and contents.has_same_tensors()):
+            raise RematerializationError(
+                f"{self._layers[0].name}: expected the modules of the forward, in this layer and "
+                "those behind it, found others at their backward; change them between steps"
+            )
         self._condition_now().require_as(visit.condition, visit.condition.marks)
         found: list[Gradients] = []
         arriving: torch.Tensor | None = gradient

@@ -4,6 +4,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
+from poros.kernels.forwards import foreign_code, is_of_library
 from poros.replay.forms import Form
 from poros.replay.graphs import SharedMemory
 from poros.replay.routing import OF_ADAPTERS
@@ -28,22 +31,22 @@ class Segments:
         self.is_behind = False
         self._memory, self._links, self._owner = memory, links, owner
         self._of_layers: dict[int, Segment] = {}
-        self._last: int | None = None
+        self._is_within = False
 
-    def begin_pass(self, last: int | None) -> None:
-        """Code begins that calls all layers, up to the ``last`` one.
+    def begin_pass(self, holder: nn.Module | None, layers: Sequence[LayerBody]) -> None:
+        """The code of what holds the layers begins; None has no call wait for others."""
+        first = layers[0].module() if layers else None
+        self._is_within = holder is not None and first is not None and _is_known(holder, first)
 
-        None: code of no library that is known, which may do anything between them.
-        """
-        self._last = last
+    def end_pass(self) -> None:
+        """It has ended: whoever calls layers from now on is not known."""
+        self._is_within = False
+        for each in self._of_layers.values():
+            each.forget_waiting()
 
     def of_layer(self, index: int) -> Segment | None:
         """The one that a layer is in whose call comes now, if any."""
-        if self._last is None:
-            return None
-        if index == self._last:
-            self._last = None  # whoever calls layers behind a pass is not known
-        return self._of_layers.get(index)
+        return self._of_layers.get(index) if self._is_within else None
 
     def forget(self) -> None:
         """Their recordings are released."""
@@ -74,6 +77,17 @@ class Segments:
                 logger.warning("poros: %s and others are not joined: %s", of_run[0].name, reason)
                 continue
             self._of_layers |= dict.fromkeys((each.index for each in of_run), segment)
+
+
+def _is_known(holder: nn.Module, first: nn.Module) -> bool:
+    """Whether known libraries have written all that runs from one call of a layer to the next."""
+    calls = type(first).__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl
+    lists = [each for each in holder._modules.values() if type(each) is nn.ModuleList]
+    return (
+        foreign_code([holder]) is None
+        and all(map(is_of_library, calls))
+        and any(next(iter(each), None) is first for each in lists)
+    )
 
 
 def _joinable(layer: LayerBody, forms: Mapping[int, Mapping[Any, Form]]) -> Form | None:

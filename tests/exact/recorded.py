@@ -11,7 +11,7 @@ import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
 from tests import loops
-from tests.loops import Subject, adapted, same, trained
+from tests.loops import Batch, Subject, adapted, bf16, own_loss, same, trained, training
 from tests.support import AS_PLAIN, poison_what_is_released
 from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
@@ -93,3 +93,41 @@ def poisoned(model: Model, recorder: TapeRecorder | None = None, **policy: Any) 
 def on_tapes(model: Model, **policy: Any) -> Model:
     """The same, with visits that are recorded on tapes, and then replayed."""
     return poisoned(model, TapeRecorder(), **policy)
+
+
+# Layers that keep their graphs, and are replayed in a row.
+
+NUM_LAYERS = 4
+ONE_LENGTH: Any = {"sizes": (2,) * 5, "lengths": (12,), "together": False}
+undrawn = partial(training, num_layers=NUM_LAYERS, dropout=0.0)
+"""Layers that draw no random numbers."""
+
+
+def kept_in_a_row(model: Model, num_layers: int = NUM_LAYERS, **policy: Any) -> Model:
+    """Prepared; all layers keep their graphs, and slots and recordings are poisoned."""
+    room = {"slots": num_layers, "keep_last": num_layers, "self_check": "off"}
+    return recorded(model, **{**room, **policy})[0]
+
+
+def num_joined(model: Model) -> int:
+    found: int = poros.runtime(model).stats()["num_joined_visits"]
+    return found
+
+
+def in_the_models_region(model: Model, batch: Batch) -> torch.Tensor:
+    """As Accelerate has it: the region ends with the model."""
+    forward = model.forward
+    model.forward = bf16()(forward)
+    try:
+        return own_loss(model, batch)
+    finally:
+        model.forward = forward
+
+
+def prepared_and_joined(**options: Any) -> tuple[Model, Batch]:
+    """A model whose passes are joined by now, and a batch."""
+    model = kept_in_a_row(undrawn(**options))
+    loops.train(model, **ONE_LENGTH)
+    assert num_joined(model) > 0
+    tokens = torch.arange(24).view(2, 12) + 5
+    return model, {"input_ids": tokens, "labels": tokens}

@@ -4,21 +4,25 @@ Calls of layers wait for that of the last one, and the model's code is handed te
 meanwhile. What recordings leave is poisoned.
 """
 
-import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 import poros
-from poros.errors import PorosError, RematerializationError, UnsupportedModelError
-from tests.exact.recorded import recorded
+from poros.errors import RematerializationError
+from tests.exact.recorded import (
+    NUM_LAYERS,
+    ONE_LENGTH,
+    in_the_models_region,
+    kept_in_a_row,
+    num_joined,
+    prepared_and_joined,
+    undrawn,
+)
 from tests.loops import (
     Batch,
     adapted,
@@ -29,29 +33,9 @@ from tests.loops import (
     several,
     train,
     trained,
-    training,
 )
 
 Model = Any
-Layer = Callable[[int, Any], Any]
-"""Calls the layer of that number."""
-Code = Callable[[Any, Layer], Any]
-
-NUM_LAYERS = 4
-ONE_LENGTH: Any = {"sizes": (2,) * 5, "lengths": (12,), "together": False}
-make = partial(training, num_layers=NUM_LAYERS, dropout=0.0)
-
-
-def kept(model: Model, num_layers: int = NUM_LAYERS, **policy: Any) -> Model:
-    """Prepared; all layers keep their graphs, and slots and recordings are poisoned."""
-    room = {"slots": num_layers, "keep_last": num_layers, "self_check": "off"}
-    return recorded(model, **{**room, **policy})[0]
-
-
-def num_joined(model: Model) -> int:
-    found: int = poros.runtime(model).stats()["num_joined_visits"]
-    return found
-
 
 # ------------------------------------------------------------------ models and modes
 
@@ -61,24 +45,24 @@ def num_joined(model: Model) -> int:
 def test_layers_in_a_row_are_replayed_in_one_go(architecture: str, padded: bool) -> None:
     """Gemma's layers are given two masks, in turns."""
     run = partial(train, padded=padded, **ONE_LENGTH)
-    model = kept(make(architecture))
-    assert same(run(model), run(make(architecture)))
+    model = kept_in_a_row(undrawn(architecture))
+    assert same(run(model), run(undrawn(architecture)))
     # Two steps until all is known: forwards and backwards of the others.
     assert num_joined(model) >= 2 * NUM_LAYERS * 2 * 2
 
 
 def test_another_length_is_recomputed() -> None:
     run = partial(train, **{**ONE_LENGTH, "sizes": (3,) * 5, "lengths": (12, 12, 9)})
-    model = kept(make())
-    assert same(run(model), run(make()))
+    model = kept_in_a_row(undrawn())
+    assert same(run(model), run(undrawn()))
     assert num_joined(model) > 0
 
 
 @pytest.mark.parametrize("num_layers", [2, 9, 11])
 def test_long_models_are_several_segments(num_layers: int) -> None:
     """At most eight layers are joined; a single one is replayed by itself."""
-    build = partial(make, num_layers=num_layers)
-    model = kept(build(), num_layers)
+    build = partial(undrawn, num_layers=num_layers)
+    model = kept_in_a_row(build(), num_layers)
     assert same(train(model, **ONE_LENGTH), train(build(), **ONE_LENGTH))
     captures = poros.runtime(model).captures
     alone = num_layers % 8 == 1
@@ -88,16 +72,6 @@ def test_long_models_are_several_segments(num_layers: int) -> None:
 def in_a_region(model: Model, batch: Batch) -> torch.Tensor:
     with bf16():
         return own_loss(model, batch)
-
-
-def in_the_models_region(model: Model, batch: Batch) -> torch.Tensor:
-    """As Accelerate has it: the region ends with the model."""
-    forward = model.forward
-    model.forward = bf16()(forward)
-    try:
-        return own_loss(model, batch)
-    finally:
-        model.forward = forward
 
 
 def with_a_penalty(model: Model, batch: Batch) -> torch.Tensor:
@@ -151,8 +125,8 @@ ALONE = ("two forwards", "with hidden states")
 @pytest.mark.parametrize("which", LOSSES)
 def test_losses(which: str) -> None:
     run = partial(train, loss=LOSSES[which], **ONE_LENGTH)
-    model = kept(make())
-    assert same(run(model), run(make()))
+    model = kept_in_a_row(undrawn())
+    assert same(run(model), run(undrawn()))
     if which not in ALONE:
         assert num_joined(model) > 0
 
@@ -176,7 +150,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, bool]] = {
 def test_adapters(which: str, loss: Any) -> None:
     options, policy, reference, is_joined = ADAPTERS[which]
     run = partial(train, loss=loss, **ONE_LENGTH)
-    model = kept(adapted(**options), 2, **policy)
+    model = kept_in_a_row(adapted(**options), 2, **policy)
     assert same(run(model), run(reference(adapted(**options))))
     assert (num_joined(model) > 0) == is_joined
 
@@ -198,9 +172,9 @@ def hooked(order: list[str]) -> Callable[[Model, int], None]:
 
 def test_gradients_arrive_in_the_order_of_a_resident_run() -> None:
     orders: tuple[list[str], list[str]] = [], []
-    model = kept(make())
+    model = kept_in_a_row(undrawn())
     found = train(model, between=hooked(orders[0]), **ONE_LENGTH)
-    assert same(found, train(make(), between=hooked(orders[1]), **ONE_LENGTH))
+    assert same(found, train(undrawn(), between=hooked(orders[1]), **ONE_LENGTH))
     assert orders[0] == orders[1] and num_joined(model) > 0
 
 
@@ -221,8 +195,8 @@ def test_what_changes_between_steps(loss: Any) -> None:
     # An optimizer's state is made for the adapters of before.
     options: Any = {**ONE_LENGTH, "sizes": (2,) * 12}
     run = partial(train, loss=loss, between=changed, **options)
-    model = kept(make())
-    assert same(run(model), run(make()))
+    model = kept_in_a_row(undrawn())
+    assert same(run(model), run(undrawn()))
     assert num_joined(model) > 0
 
 
@@ -233,21 +207,12 @@ def test_layers_that_begin_to_draw() -> None:
         model.train(number >= 4)
 
     run = partial(train, between=between, **{**ONE_LENGTH, "sizes": (2,) * 7})
-    model = kept(adapted(lora_dropout=0.1), 2)
+    model = kept_in_a_row(adapted(lora_dropout=0.1), 2)
     assert same(run(model), run(adapted(lora_dropout=0.1)))
     assert num_joined(model) > 0
 
 
 # ------------------------------------------------------------------------ backwards
-
-
-def prepared_and_joined(**options: Any) -> tuple[Model, Batch]:
-    """A model whose passes are joined by now, and a batch."""
-    model = kept(make(**options))
-    train(model, **ONE_LENGTH)
-    assert num_joined(model) > 0
-    tokens = torch.arange(24).view(2, 12) + 5
-    return model, {"input_ids": tokens, "labels": tokens}
 
 
 def again(model: Model, loss: torch.Tensor) -> None:
@@ -300,7 +265,7 @@ def test_backwards(which: str) -> None:
         return found
 
     model, batch = prepared_and_joined()
-    resident = make()
+    resident = undrawn()
     train(resident, **ONE_LENGTH)
     before = num_joined(model)
     assert same(run(model, batch), run(resident, batch))
@@ -312,11 +277,17 @@ def edit(model: Model, number: int = 5) -> None:
         trained(model)[number].mul_(2)
 
 
+def replace_a_module(model: Model) -> None:
+    """Behind which the backward is seen, so that it goes layer by layer."""
+    layers_of(model)[1].mlp.act_fn = torch.nn.ReLU()
+    watched(model, model.loss)
+
+
 def second_order(model: Model) -> None:
     torch.autograd.grad(model.loss, trained(model)[0], create_graph=True)
 
 
-@pytest.mark.parametrize("act", [edit, second_order])
+@pytest.mark.parametrize("act", [edit, second_order, replace_a_module])
 def test_what_a_backward_refuses(act: Callable[[Model], None]) -> None:
     model, batch = prepared_and_joined()
     model.loss = own_loss(model, batch)
@@ -332,259 +303,3 @@ def test_a_hook_before_a_layer_comes_behind_the_layers_before() -> None:
     layers_of(model)[2].register_forward_pre_hook(lambda module, given: edit(model, 0))
     with pytest.raises(Exception, match=r"inplace operation|edited"):
         own_loss(model, batch).backward()
-
-
-# ------------------------------------------------------------- code between layers
-
-
-def passed_on(hidden: Any, layer: Layer) -> Any:
-    for number in range(NUM_LAYERS):
-        hidden = layer(number, hidden)
-    return hidden
-
-
-def used(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    hidden = hidden * 1.5 + hidden.square().mean()
-    return layer(3, layer(2, hidden))
-
-
-def looked_at(hidden: Any, layer: Layer) -> Any:
-    for number in range(NUM_LAYERS):
-        assert hidden.shape[-1] == 64 and hidden.dtype.is_floating_point and hidden.dim() == 3
-        hidden = layer(number, hidden)
-    return hidden
-
-
-def used_in_place(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    hidden[:, 0] *= 0.5
-    return layer(3, layer(2, hidden))
-
-
-def all_kept(hidden: Any, layer: Layer) -> Any:
-    seen = [hidden := layer(number, hidden) for number in range(NUM_LAYERS)]
-    return torch.stack(seen).mean(0)
-
-
-def skipped(hidden: Any, layer: Layer) -> Any:
-    return layer(1, layer(0, hidden))
-
-
-def repeated(hidden: Any, layer: Layer) -> Any:
-    return layer(3, layer(2, layer(1, layer(1, layer(0, hidden)))))
-
-
-def disordered(hidden: Any, layer: Layer) -> Any:
-    return layer(3, layer(1, layer(2, layer(0, hidden))))
-
-
-def partly_frozen(hidden: Any, layer: Layer) -> Any:
-    with torch.no_grad():
-        hidden = layer(1, layer(0, hidden))
-    return layer(3, layer(2, hidden))
-
-
-def branched(hidden: Any, layer: Layer) -> Any:
-    left = layer(1, first := layer(0, hidden))
-    return layer(3, layer(2, left + first))
-
-
-def one_kept(hidden: Any, layer: Layer) -> Any:
-    third = layer(2, layer(1, layer(0, hidden)))
-    return layer(3, third) + third
-
-
-class Passing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
-def by_a_function(hidden: Any, layer: Layer) -> Any:
-    return layer(3, layer(2, Passing.apply(layer(1, layer(0, hidden)))))
-
-
-def under_autocast(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
-        return layer(3, layer(2, hidden))
-
-
-def under_autocast_for_a_while(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(0, hidden)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
-        hidden = layer(2, layer(1, hidden))
-    return layer(3, hidden)
-
-
-def used_under_autocast(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
-        hidden = hidden * 2
-    return layer(3, layer(2, hidden))
-
-
-def later_frozen(hidden: Any, layer: Layer) -> Any:
-    first = layer(0, hidden)
-    with torch.no_grad():
-        hidden = layer(2, layer(1, first))
-    return layer(3, hidden) + first
-
-
-def used_without_gradients(hidden: Any, layer: Layer) -> Any:
-    first = layer(0, hidden)
-    with torch.no_grad():
-        scale = first.square().mean()
-    return layer(3, layer(2, layer(1, first))) * scale
-
-
-def with_other_tables(hidden: Any, layer: Layer) -> Any:
-    for number in range(NUM_LAYERS):
-        if number == 2:
-            layer.__self__.rope = tuple(each * 0.5 for each in layer.__self__.rope)  # type: ignore[attr-defined]
-        hidden = layer(number, hidden)
-    return hidden
-
-
-def with_a_mask(hidden: Any, layer: Any) -> Any:
-    for number in range(NUM_LAYERS):
-        mask = {"attention_mask": torch.eye(12)[None, None] * -5.0} if number == 2 else {}
-        hidden = layer(number, hidden, **mask)
-    return hidden
-
-
-def with_edited_tables(hidden: Any, layer: Layer) -> Any:
-    hidden = layer(1, layer(0, hidden))
-    layer.__self__.rope[0].mul_(0.5)  # type: ignore[attr-defined]
-    return layer(3, layer(2, hidden))
-
-
-CODES: dict[str, tuple[Code, type[PorosError] | None]] = {
-    "passed on": (passed_on, None),
-    "used": (used, None),
-    "looked at": (looked_at, None),
-    "used in place": (used_in_place, None),
-    "all kept": (all_kept, None),
-    "skipped": (skipped, None),
-    "repeated": (repeated, None),
-    "disordered": (disordered, None),
-    "partly without gradients": (partly_frozen, None),
-    "branched": (branched, None),
-    "later without gradients": (later_frozen, None),
-    "used without gradients": (used_without_gradients, None),
-    "under autocast": (under_autocast, UnsupportedModelError),
-    "under autocast for a while": (under_autocast_for_a_while, UnsupportedModelError),
-    "used under autocast": (used_under_autocast, UnsupportedModelError),
-    "with other tables": (with_other_tables, None),
-    "with a mask": (with_a_mask, None),
-    "with edited tables": (with_edited_tables, UnsupportedModelError),
-    "one kept": (one_kept, UnsupportedModelError),
-    "by a function": (by_a_function, UnsupportedModelError),
-}
-LIBRARY = {"__name__": "transformers.written"}
-"""So that what is written below is taken for a library's code."""
-
-
-def as_library(code: Any) -> Code:
-    return FunctionType(code.__code__, {**code.__globals__, **LIBRARY})
-
-
-def with_code(model: Model, code: list[Code], is_known: bool = True) -> Model:
-    """A model whose layers are called by the last of ``code``."""
-    holder = model.base_model.model.model
-    space: dict[str, Any] = {"code": code, "torch": torch, "Output": BaseModelOutputWithPast}
-    exec(
-        "def forward(self, input_ids=None, attention_mask=None, **kwargs):\n"
-        "    hidden = self.embed_tokens(input_ids)\n"
-        "    places = torch.arange(hidden.shape[1])[None]\n"
-        "    rope = self.rotary_emb(hidden, places)\n"
-        "    call = Calls(self.layers, rope).call\n"
-        "    return Output(last_hidden_state=self.norm(code[-1](hidden, call)))\n"
-        "class Calls:\n"
-        "    def __init__(self, layers, rope):\n"
-        "        self.layers, self.rope = layers, rope\n"
-        "    def call(self, number, hidden, **more):\n"
-        "        return self.layers[number](hidden, position_embeddings=self.rope, **more)\n",
-        space | (LIBRARY if is_known else {}),
-        space,
-    )
-    kind = type(holder)
-    written = type(kind.__name__, (kind,), {"forward": space["forward"]})
-    written.__module__ = kind.__module__
-    space["forward"].__globals__.update(space)
-    holder.__class__ = written
-    return model
-
-
-@pytest.mark.parametrize("loss", [own_loss, in_the_models_region])
-@pytest.mark.parametrize("which", CODES)
-def test_code_between_layers(which: str, loss: Any) -> None:
-    """It does otherwise than it did from the fourth step on, and later as it did before."""
-    code, error = CODES[which]
-    if code is repeated and loss is in_the_models_region:
-        error = UnsupportedModelError  # as without recordings: both calls share casts
-
-    def run(model: Model, codes: list[Code]) -> list[torch.Tensor]:
-        def between(model: Model, number: int) -> None:
-            codes.append(as_library(code if 3 <= number < 6 else passed_on))
-
-        options: Any = {**ONE_LENGTH, "sizes": (2,) * 9}
-        return train(model, between=between, loss=loss, **options)
-
-    codes: list[Code] = [passed_on]
-    model = kept(with_code(make(), codes))
-    if error is not None:
-        with pytest.raises(error, match=r"cuda_graphs=False|no other call of a layer"):
-            run(model, codes)
-        assert num_joined(model) > 0
-        return
-    other: list[Code] = [passed_on]
-    assert same(run(model, codes), run(with_code(make(), other), other))
-    assert num_joined(model) > 0
-
-
-def test_code_of_no_library_has_its_layers_run_one_by_one() -> None:
-    codes: list[Code] = [passed_on]
-    model = kept(with_code(make(), codes, is_known=False))
-    assert same(
-        train(model, **ONE_LENGTH),
-        train(with_code(make(), codes), **ONE_LENGTH),
-    )
-    assert num_joined(model) == 0 and poros.runtime(model).captures.num_replays > 0
-
-
-def test_layers_that_are_called_behind_a_pass_do_not_wait() -> None:
-    """By code that may do anything between them."""
-    model, batch = prepared_and_joined()
-    given: list[Any] = []
-    hook = layers_of(model)[0].register_forward_pre_hook(
-        lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True
-    )
-    own_loss(model, batch).backward()
-    hook.remove()
-    own_loss(model, batch).backward()
-    before = num_joined(model)
-    (args, kwargs), *_ = given
-    hidden = args[0]
-    for layer in layers_of(model):
-        hidden = layer(hidden, *args[1:], **kwargs)
-        assert type(hidden) is torch.Tensor
-    assert num_joined(model) == before
-
-
-def test_nothing_holds_a_model_whose_layers_were_joined() -> None:
-    """It goes with its last reference, before Python's collector runs."""
-    model, _ = prepared_and_joined()
-    layer = weakref.ref(layers_of(model)[0])
-    gc.collect()
-    gc.disable()
-    try:
-        del model
-        assert layer() is None
-    finally:
-        gc.enable()

@@ -236,6 +236,10 @@ class LayerCall(Call):
         found.note_end_as(self.rng)
         return found
 
+    def let_go(self) -> None:
+        """Keep the layer no longer, which may hold this call."""
+        self._module = None
+
     @property
     def is_plain(self) -> bool:
         """Whether it is given hidden states first, and no mapping that layers share."""

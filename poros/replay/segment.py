@@ -22,6 +22,7 @@ from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.forwards import has_hooks
@@ -205,6 +206,10 @@ class Segment:
             raise LookupError("expected a device that joins recordings, found one that does not")
         self._forward, self._backward = forward, backward
 
+    def modules(self) -> list[nn.Module]:
+        """The layers and all modules in them."""
+        return self._contents.modules()
+
     def is_current(self) -> bool:
         """Whether what it is joined of is what is recorded of its layers."""
         return all(part.is_current() for part in self.parts)
@@ -298,6 +303,7 @@ class Segment:
             call = LayerCall(layer, args, kwargs, condition)
         except UnsupportedModelError:
             return None
+        call.let_go()
         if call.obstacle() is not None or not call.is_plain:
             return None
         self._given += [(each, each._version) for each in call.tensors[bool(self._waiting) :]]
@@ -430,6 +436,7 @@ class SegmentVisit:
         self.segment, self.calls, self.condition = segment, calls, calls[0].condition
         self.inputs = [part.form.held[0] for part in segment.parts]
         """What each layer was given, in memory of its recording."""
+        self._modules = segment.modules()  # live as long as their graph
 
     def release(self) -> None:
         """No gradient of it is taken any more."""

@@ -10,7 +10,8 @@ from transformers.cache_utils import Cache
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.forwards import has_hooks
-from poros.stream.args import OF_FORM, PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
+from poros.replay.pending import OF_FORM
+from poros.stream.args import PLAIN, is_empty_mapping, is_shared_mapping, recorded_outputs
 from poros.stream.body import LayerBody
 from poros.stream.settings import Surroundings
 

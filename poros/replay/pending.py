@@ -8,7 +8,17 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from poros.errors import UnsupportedModelError
-from poros.stream.args import OF_FORM
+
+OF_FORM = frozenset(
+    {
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")
+        ),
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point),
+    }
+)
+"""What only looks at the form of a tensor."""
 
 
 class Result:

@@ -265,7 +265,7 @@ class Segment:
             self._num_in_vain >= _MOST_IN_VAIN
             or not self.is_current()
             or not self._owner.may_replay(self._layers, forms)
-            or any(each.has_biases_to_cast() for each in self._layers)
+            or any(each.cast_trained_biases() for each in self._layers)
             or not (contents.is_current() and contents.has_same_tensors())
         ):
             return None

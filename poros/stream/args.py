@@ -24,17 +24,6 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.errors import UnsupportedModelError
 
-OF_FORM = frozenset(
-    {
-        *(
-            getattr(torch.Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")
-        ),
-        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point),
-    }
-)
-"""What only looks at the form of a tensor."""
-
 RESULTS = "hidden_states"
 """What is recorded from what layers return."""
 

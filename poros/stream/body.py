@@ -188,11 +188,6 @@ class LayerBody:
             return None
         return offloader.offload(tensor, self.name, self.index)
 
-    def has_biases_to_cast(self) -> bool:
-        """Whether ``cast_trained_biases`` would cast any."""
-        biases = [(each, each._parameters["bias"]) for each in self._biased]
-        return any(bias.requires_grad and bias.dtype != each.compute_dtype for each, bias in biases)
-
     def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 

@@ -35,13 +35,12 @@ class StreamedLayer(LayerBody):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's forward as its caller sees it."""
-        in_place = self.context.in_place
-        if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
+        in_place, captures = self.context.in_place, self.context.captures
+        other = None if in_place is None else in_place()
+        if other is None and captures is not None:
+            other = captures.segments.of_layer(self.index)
+        if other is not None and torch.is_grad_enabled():
             return other.call(self, args, kwargs)
-        captures = self.context.captures
-        segment = None if captures is None else captures.segments.of_layer(self.index)
-        if segment is not None and torch.is_grad_enabled():
-            return segment.call(self, args, kwargs)
         return self.forward_now(args, kwargs)
 
     def forward_now(

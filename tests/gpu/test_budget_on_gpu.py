@@ -116,6 +116,7 @@ def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(
     gc.collect()
     torch.cuda.empty_cache()
     others = torch.cuda.memory_reserved(DEVICE)
+    unused = others - torch.cuda.memory_allocated(DEVICE)  # beside what tests before have left
     model = load(checkpoint).train()
     shape = {"batch_size": 2, "seq_len": 256, "accumulation": 2, "loss": "reference"}
     shape["cuda_graphs"] = cuda_graphs
@@ -136,7 +137,7 @@ def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(
         assert (runtime.room.num_slots, runtime.room.keep_last) == (NUM_LAYERS, NUM_LAYERS)
     elif runtime.room.num_slots < NUM_LAYERS:
         spare = int(SPARE_SHARE * budget)
-        assert found > budget - spare - block - 2 * 20 * MEGABYTE
+        assert found + unused > budget - spare - block - 2 * 20 * MEGABYTE
     assert runtime.stats()["num_resizes"] <= 3
 
 

@@ -60,8 +60,8 @@ class HostValues(TorchFunctionMode):
         """Begin with the code of the module that holds the layers, if a library has written it."""
         beside = list(_beside_layers(holder))
         hooks = [hook for each in beside for kind in HOOKS for hook in getattr(each, kind)]
-        if len(hooks) == 1 and not has_hooks() and all(map(_is_of_library, beside)):
-            self.__enter__()  # the hook is the one that has brought us here
+        if len(hooks) == 2 and not has_hooks() and all(map(_is_of_library, beside)):
+            self.__enter__()  # the hooks are ours, before and behind what holds the layers
 
     def __exit__(self, *_: Any) -> None:
         """No more; those that were entered since stay. If it is off already, nothing happens."""

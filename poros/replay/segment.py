@@ -1,9 +1,9 @@
 """Kept layers one behind the other that are replayed in one go: see ``poros.replay.captures``.
 
 A layer that keeps its graph is recorded by itself. Replayed by itself, it costs the host more than
-a small micro-batch costs the device (7B at 512 tokens on an H200: 2 to 3 ms beside 1.6). So what is
-recorded of a few layers in a row is joined, with the copies between, and they are one node of the
-graph.
+a small micro-batch costs the device (a step of 7B at 512 tokens on an H200: 69 to 71 ms beside 48
+of kernels, benchmarks/results/kept_h200_202611.md). So what is recorded of a few layers in a row is
+joined, with the copies between, and they are one node of the graph.
 
 Note: Calls that wait
     The code of the model calls one layer after the other. Each call is looked up as it comes, and
@@ -73,7 +73,6 @@ class _Waiting(NamedTuple):
     others: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: LayerCall
-    key: Any
     result: Result
 
     def is_alike(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -239,30 +238,32 @@ class Segment:
         self, number: int, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Waiting | None:
         """The call, if it can be replayed with those that wait."""
-        module, waiting, part = layer.module(), self._waiting, self.parts[number]
-        if number != len(waiting) or not args or module is None or has_hooks(module):
+        # Hooks on layers behind would run before the calls that wait.
+        called = [layer] if number else self._layers
+        modules = [module for each in called if (module := each.module()) is not None]
+        if number != len(self._waiting) or not args or has_hooks(*modules):
             return None
-        if not number and has_hooks(*filter(None, map(LayerBody.module, self._layers))):
-            return None  # which would run before the calls that wait
+        call: LayerCall | None
         if not number:
             call = self._first_call(layer, args, kwargs)
-            key = part.key
         elif not (self._is_next(args[0]) and self._is_as_before()):
             return None
+        elif self._waiting[-1].is_alike(args, kwargs):
+            call = self._waiting[-1].call
         else:
-            alike = next((each for each in waiting[-1:] if each.is_alike(args, kwargs)), None)
-            call = alike.call if alike else self._other_call(layer, args, kwargs)
-            key = alike.key if alike else None if call is None else key_of(call.arguments())
-        if call is None or key != part.key:
+            call = self._other_call(layer, args, kwargs)
+        key = None if call is None else key_of(call.arguments())
+        if call is None or key != self.parts[number].key:
             return None
-        return _Waiting(layer, args[1:], kwargs, call, key, Result(self.run_waiting))
+        return _Waiting(layer, args[1:], kwargs, call, Result(self.run_waiting))
 
     def _first_call(
         self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LayerCall | None:
         contents, forms = self._contents, [part.form for part in self.parts]
         if (
-            self._num_in_vain >= _MOST_IN_VAIN
+            getattr(args[0], "shape", None) != self._hidden.tensors[0].shape
+            or self._num_in_vain >= _MOST_IN_VAIN
             or not self.is_current()
             or not self._owner.may_replay(self._layers, forms)
             or any(each.cast_trained_biases() for each in self._layers)
@@ -393,7 +394,7 @@ class Segment:
         around = Around((True,), self._layers[0].surroundings())
         is_as_recorded = (
             not torch._C._len_torch_dispatch_stack()
-            and all(part.form.around == around for part in self.parts[:1])
+            and self.parts[0].form.around == around  # that of all
             and all(part.is_current_for(visit) for part in self.parts)
             and all(each.dense_address is None for each in self._layers)
         )

@@ -156,6 +156,12 @@ def with_a_mask(hidden: Any, layer: Any) -> Any:
     return hidden
 
 
+def with_a_mask_from_the_first_on(hidden: Any, layer: Any) -> Any:
+    for number in range(NUM_LAYERS):
+        hidden = layer(number, hidden, attention_mask=torch.eye(12)[None, None] * -5.0)
+    return hidden
+
+
 def with_edited_tables(hidden: Any, layer: Layer) -> Any:
     hidden = layer(1, layer(0, hidden))
     layer.__self__.rope[0].mul_(0.5)  # type: ignore[attr-defined]
@@ -180,6 +186,7 @@ CODES: dict[str, tuple[Code, type[PorosError] | None]] = {
     "used under autocast": (used_under_autocast, UnsupportedModelError),
     "with other tables": (with_other_tables, None),
     "with a mask": (with_a_mask, None),
+    "with a mask from the first on": (with_a_mask_from_the_first_on, None),
     "with edited tables": (with_edited_tables, UnsupportedModelError),
     "one kept": (one_kept, UnsupportedModelError),
     "by a function": (by_a_function, UnsupportedModelError),

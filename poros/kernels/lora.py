@@ -175,6 +175,7 @@ class _AddLora(torch.autograd.Function):
         if wants_a or wants_input:
             # Of one number autograd takes it that it lies in columns, and turns the product over.
             of_hidden = scaled.mm(b) if hidden.numel() > 1 else b.t().mm(scaled.t()).t()
+            of_hidden = of_hidden.to(hidden.dtype)  # in a region of another autocast
             del scaled
             if wants_a:
                 input = input_from(sources)
@@ -183,7 +184,7 @@ class _AddLora(torch.autograd.Function):
                 of_a = of_hidden.t().mm(dropped.reshape(-1, a.shape[1]))
                 del dropped
             if wants_input:
-                of_dropped = of_hidden.mm(a).view(shape)
+                of_dropped = of_hidden.mm(a).to(a.dtype).view(shape)
                 of_input = drop(of_dropped, mask, how.dropout, how.dtype, dtype, is_gradient=True)
                 del of_dropped  # before a weight is there
         of_result = gradient.to(ctx.result_dtype) if wants_result or wants_again else None

@@ -23,6 +23,8 @@ from tests.loops import Model, Program, batches, bf16, layers_of
 
 Context = Callable[[], AbstractContextManager[Any]]
 
+fp16 = partial(torch.autocast, "cpu", dtype=torch.float16)
+
 
 def loss_of(model: Model, number: int = 0) -> torch.Tensor:
     return model(**batches()[number]).loss  # type: ignore[no-any-return]

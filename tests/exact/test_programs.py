@@ -100,6 +100,7 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     yield "math attention", Row(P.MATH_STEP, S.FP32_NO_DROPOUT)
     full = S.small(dtype=torch.float32, quantize=False)
     yield "autocast around backward", Row(P.one_step(backward=bf16), full)
+    yield "another autocast around backward", Row(P.one_step(bf16, P.fp16))
     for name, (program, replays) in P.IN_REGIONS.items():
         yield f"an adapter under autocast: {name}", Row(program, S.FP32_DENSE, replays=replays)
 

@@ -68,7 +68,7 @@ class _Head:
         self._reader = reader
         """Brings the rows, if they are in host memory."""
         self._host = None if reader is None else cast(HostMatrix, module.weight).host
-        self._own_forward = type(module).forward.__get__(module)
+        self._known = type(module).forward
         self._has_warned = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,7 @@ class _Head:
             # Made trainable, or a trained copy of PEFT's: it computes its logits at once.
             and not any(parameter.requires_grad for parameter in self._module.parameters())
             and type(input) is torch.Tensor
+            and type(self._module).forward is self._known
             and input.shape[-1:] == (self._module.in_features,)
             and {input.dtype, weight.dtype} <= _DTYPES
         )
@@ -98,7 +99,7 @@ class _Head:
             origin = Origin.of(input, self._module, self._warn, self)
             if origin.autocast.enabled or input.dtype == weight.dtype:
                 return LazyLogits(origin)
-        return self._own_forward(input)
+        return type(self._module).forward(self._module, input)
 
     def rows_of(self, weight: torch.Tensor) -> Slices:
         """Return the reader of ``weight``'s rows, the head's weight when its logits were made."""

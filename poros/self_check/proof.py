@@ -225,7 +225,7 @@ class LayerRerunner:
             bindings.swap_in()
             for owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]
-            yield partial(streamed.own_forward, layer), dict(proxies)
+            yield partial(streamed.own_class.forward, layer), dict(proxies)
 
     def _forget(self, block: int) -> None:
         """Reload ``block``, over bytes that cannot pass for its own."""

@@ -6,7 +6,7 @@ them, as the forward has found them.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -53,8 +53,7 @@ class LayerBody:
             *(context.manager, context.visits, block, name, bindings),
             None if dense is None else lambda found: dense.fill(index, found.dense_weights),
         )
-        self.own_forward: Callable[..., Any] = type(layer).forward
-        """Takes the layer and its arguments."""
+        self.own_class: Any = type(layer)
         self._known: Condition | None = None
         self._around: Surroundings | None = None
         self._is_in_a_row = False
@@ -68,7 +67,7 @@ class LayerBody:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward; only inside a visit."""
         self._known = self._around = None
-        return self.own_forward(self._layer(), *args, **kwargs)
+        return self.own_class.forward(self._layer(), *args, **kwargs)
 
     @contextmanager
     def visit(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:

@@ -15,7 +15,6 @@ Note: Edits of what stays
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -46,6 +45,8 @@ class Condition:
         parameters: These, each once.
         values: A checksum of the frozen adapters that act; None if there are none.
         hooks: Keys of the hooks inside the layer.
+        code: That of its modules, the same object while nobody replaces any.
+        has_hooks: Whether code of the user may see tensors inside the layer.
         adapter_state: Which adapters act, and how.
         attributes: A reading of its plain attributes.
         training: The training flag of each module.
@@ -70,16 +71,12 @@ class Condition:
                 self._numbers = [each for each in range(len(contents.places)) if each not in idle]
                 self.marks = contents.marks(self._numbers)
         self.values = self._values_now()
-        self.hooks = contents.hooks()
+        self.hooks, self.code = contents.hooks(), contents.code()
+        self.has_hooks = bool(self.hooks) or not self.code.is_known
         self.adapter_state = AdapterState.of(contents.adapter_modules)
         self.attributes = contents.attributes.read()
         self.training = tuple(map(_training, contents.modules()))
         self._same: tuple[Condition, Marks] | None = None
-
-    @cached_property
-    def has_hooks(self) -> bool:
-        """Whether code of the user may see tensors inside the layer; to be asked at once."""
-        return bool(self.hooks) or not self.contents.has_own_code()
 
     def reads_as(self, other: "Condition") -> bool:
         """Whether the layer does the same in both with the same tensors, whatever these hold."""
@@ -89,6 +86,7 @@ class Condition:
         """Whether the layer does the same in both, but for where what streams lies."""
         return (
             self.contents is other.contents
+            and self.code is other.code
             and self.adapter_state == other.adapter_state
             and self.marks.where == other.marks.where
             and self.marks.are_trained == other.marks.are_trained
@@ -170,6 +168,11 @@ class Condition:
                 "expected the module hooks of the forward (of the modules in it, and of all "
                 "modules), found others at its backward; register and remove hooks between steps, "
                 "not within one: the recomputation would run with other hooks"
+            )
+        if self.code is not before.code:
+            return (
+                "expected the code of its modules (forwards, attention) as at the forward, found "
+                "some replaced at its backward; do so between steps"
             )
         if self.adapter_state != before.adapter_state:
             return _OTHER_ADAPTERS

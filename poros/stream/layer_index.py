@@ -37,6 +37,16 @@ class Adapters(NamedTuple):
     """Of these."""
 
 
+class Code(NamedTuple):
+    """The code of a layer's modules at one time."""
+
+    found: tuple[Any, ...]
+    kinds: list[Any]
+    """The classes that have a forward, each once."""
+    is_known: bool
+    """Whether all of it is ours, or a known library's."""
+
+
 class LayerIndex:
     """The modules of one layer at one time, and what is looked up in them at every call.
 
@@ -85,10 +95,7 @@ class LayerIndex:
         self.of_base = [number for number, each in enumerate(self.places) if not each.users]
         self._adapters: Adapters | None = None
         self._looked_up: tuple[Any, ...] = ()
-        self._code: tuple[Any, ...] = ()
-        self._kinds: list[Any] = []
-        """Classes of the modules, each once."""
-        self._has_own_code = True
+        self._code = Code((), [], True)
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
@@ -121,22 +128,26 @@ class LayerIndex:
         """Keys of the hooks inside the layer, which PyTorch gives out once each."""
         return list(chain.from_iterable(filter(None, self._hook_tables)))
 
-    def has_own_code(self) -> bool:
-        """Whether all code that runs in the layer is ours, or a known library's.
+    def code(self) -> Code:
+        """The code that runs in the layer now; the same object as long as it is the same.
 
-        Other code may read and change anything: global variables, random states of its own.
+        Code that is neither ours nor a known library's may read and change anything: global
+        variables, random states of its own.
         """
         forwards = list(map(dict.get, self._dicts, repeat("forward")))
         attention = list(map(dict.get, self._configs, repeat("_attn_implementation_internal")))
-        now = forwards, list(map(type, self._inner)), attention, list(map(_FORWARD, self._kinds))
-        if now != self._code:
-            self._kinds = list(set(now[1]))
-            self._code = *now[:3], list(map(_FORWARD, self._kinds))
-            self._has_own_code = foreign_code(self.modules()) is None and all(
+        functions = list(map(_FORWARD, self._code.kinds))
+        now = forwards, list(map(type, self._inner)), attention, functions
+        if now != self._code.found:
+            modules = self.modules()
+            held = {kind for each in modules for kind in type(each).__mro__}
+            kinds = [kind for kind in held if "forward" in vars(kind)]
+            is_known = foreign_code(modules) is None and all(
                 each is None or isinstance(each, PatchedForward) or is_forward_of_liger(each)
                 for each in forwards
             )
-        return self._has_own_code
+            self._code = Code((*now[:3], list(map(_FORWARD, kinds))), kinds, is_known)
+        return self._code
 
     def is_in_mode(self, mode: bool) -> bool:
         """Whether the layer and all in it have this mode, and no module sets it in its own way."""

@@ -31,35 +31,19 @@ import torch
 from poros.errors import RematerializationError
 from poros.stream.within import Within
 
-_SWITCHES = (
-    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    ("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
-    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
-    ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
-    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
-    ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
-    (
-        "_get_deterministic_fill_uninitialized_memory",
-        "_set_deterministic_fill_uninitialized_memory",
-    ),
-    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
-)
-"""Getters and setters of one value, in ``torch._C``."""
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+"""Kernels of attention, each on or off."""
 
-_REDUCTIONS = (
-    "_cublas_allow_fp16_reduced_precision_reduction",
-    "_cublas_allow_bf16_reduced_precision_reduction",
+_SWITCHES = (
+    *("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "cublas_allow_fp16_accumulation"),
+    *("blas_preferred_backend", "linalg_preferred_backend"),
+    "deterministic_fill_uninitialized_memory",
+    *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+    *("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled"),
 )
+"""Of one value, with a getter and a setter in ``torch._C``."""
+
+_REDUCTIONS = [f"_cublas_allow_{each}_reduced_precision_reduction" for each in ("fp16", "bf16")]
 """Of two values in some versions, of one in others."""
 
 _PLACES = tuple(product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
@@ -211,7 +195,10 @@ def _setter_of_both(name: str) -> Callable[[Any], None]:
 _ACCESS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     *(
         (getattr(torch._C, get), getattr(torch._C, put))
-        for get, put in _SWITCHES
+        for get, put in (
+            *((f"_get_{each}_sdp_enabled", f"_set_sdp_use_{each}") for each in _ATTENTION),
+            *((f"_get_{each}", f"_set_{each}") for each in _SWITCHES),
+        )
         # Not every version and build has all of them.
         if hasattr(torch._C, get) and hasattr(torch._C, put)
     ),

@@ -101,6 +101,38 @@ def caught_inputs(model: Model, index: int) -> Iterator[dict[str, Any]]:
         yield seen
 
 
+@contextmanager
+def forward_replaced(kind: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """The class runs another forward."""
+    own, kind.forward = kind.forward, forward
+    try:
+        yield
+    finally:
+        kind.forward = own
+
+
+def turned_around(kind: Any) -> Callable[..., Any]:
+    """A forward of the user, in the place of the class's own, that changes its result."""
+    own = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return -own(self, *args, **kwargs)
+
+    return forward
+
+
+def class_with_another_forward(kind: Any, forward: Callable[..., Any]) -> Program:
+    """Steps before, while and after a class runs another forward."""
+
+    def program(model: Model) -> object:
+        found = [train(model), train(model)]
+        with forward_replaced(kind, forward):
+            found.append(train(model))
+        return [*found, train(model)]
+
+    return program
+
+
 def layer_outside_of_the_model(model: Model) -> object:
     with caught_inputs(model, 1) as seen:
         model(**batches()[1])

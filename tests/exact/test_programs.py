@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 
 import poros
 from poros.replay.remat import RematerializeLayer
@@ -101,6 +103,11 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     full = S.small(dtype=torch.float32, quantize=False)
     yield "autocast around backward", Row(P.one_step(backward=bf16), full)
     yield "another autocast around backward", Row(P.one_step(bf16, P.fp16))
+    for kind in (Qwen2DecoderLayer, Qwen2MLP, nn.Linear):
+        program = P.class_with_another_forward(kind, P.turned_around(kind))
+        yield f"another forward of {kind.__name__}", Row(program, full, is_longer=True)
+    program = P.class_with_another_forward(Qwen2MLP, nn.Identity.forward)
+    yield "a library's other forward of Qwen2MLP", Row(program, full, is_longer=True)
     for name, (program, replays) in P.IN_REGIONS.items():
         yield f"an adapter under autocast: {name}", Row(program, S.FP32_DENSE, replays=replays)
 

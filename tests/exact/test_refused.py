@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 import poros
 from poros.errors import (
@@ -129,6 +130,13 @@ def behind(change: Callable[[Model], object]) -> Provocation:
         loss.backward()
 
     return provocation
+
+
+def class_replaced(model: Model) -> Iterator[None]:
+    loss = P.loss_of(model)
+    with P.forward_replaced(Qwen2MLP, P.turned_around(Qwen2MLP)):
+        yield
+        loss.backward()
 
 
 def edit_of_a_new_bias(model: Model) -> Iterator[None]:
@@ -295,6 +303,7 @@ def rows() -> Iterator[Row]:
         yield Row(f"second order of {start}", provocation, errors, match, S.PLAIN, False)
     match = r"layers\.1\.self_attn\.o_proj\.base_layer\.bias"
     yield Row("a bias that came later edited", edit_of_a_new_bias, REMAT, match)
+    yield Row("a class's forward replaced", class_replaced, REMAT, "the code of its modules")
     match = r"layers\.0: expected its arguments to be left alone.*in place"
     yield Row("argument edited", argument_edited_by_the_layer, REMAT, match)
     yield Row("dropped cache", cache_of_a_forward_with_gradients, UNSUPPORTED, "KV cache")

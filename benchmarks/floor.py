@@ -8,11 +8,13 @@ other ways call ``poros.accumulate``. Random NF4 weights at the true shapes, LoR
 float32 with grouped products, Liger's norms, rotary embeddings and feed-forwards, a bf16 region
 around the model's forward, fused AdamW, self-check off. A micro-batch is one row of random tokens.
 
-After six steps, some two seconds of them (two at least) follow one another without waiting for the
-GPU, from one device synchronisation to another, three times: ``wall`` is the median of a step,
-``least`` the least, ``host`` the time until all is queued. Then three are traced: ``kernels`` is
-the time in which at least one ran, ``wire`` that of copies to the GPU, each by step. ``ratio`` is
-``wall`` by the larger of the two.
+After six steps, some three seconds of them (four at least) follow one another without waiting for
+the GPU, three times. ``wall`` is the median time of the GPU from the end of one step to that of the
+next, the first of each turn left out, as the GPU waits in it for the host to begin; ``least`` the
+least. ``alone`` is a step between two device synchronisations, ``host`` the time until all steps of
+a turn are queued, by step. Then three are traced: ``kernels`` is the time in which at least one
+ran, ``wire`` that of copies to the GPU, each by step. ``ratio`` is ``wall`` by the larger of the
+two.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,8 @@ from benchmarks.loops import make_optimizer
 from benchmarks.models import config_of, random_model, with_lora
 from poros.reporting.step_times import step_times
 
-NUM_WARM, NUM_TURNS, MS_OF_A_TURN, NUM_TRACED = 5, 3, 2000, 3
-COLUMNS = ("arm", "wall", "least", "host", "kernels", "wire", "ratio", "peak_gb")
+NUM_WARM, NUM_TURNS, MS_OF_A_TURN, NUM_TRACED = 5, 3, 3000, 3
+COLUMNS = ("arm", "wall", "least", "alone", "host", "kernels", "wire", "ratio", "peak_gb")
 
 
 def measure(model: Any, arm: str) -> dict[str, Any]:
@@ -56,9 +59,10 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
     model.forward = torch.autocast("cuda", dtype=torch.bfloat16)(forward)
     torch.cuda.reset_peak_memory_stats()
 
-    def steps(number: int) -> tuple[float, float]:
+    def steps(number: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         begin = time.perf_counter()
+        ends = []
         for _ in range(number):
             if way == "alone":
                 for batch in batches:
@@ -67,15 +71,19 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
                 poros.accumulate(model, batches)
             optimizer.step()
             optimizer.zero_grad()
-        queued = time.perf_counter()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+        host = (time.perf_counter() - begin) * 1000 / number
         torch.cuda.synchronize()
-        scale = 1000 / number
-        return (time.perf_counter() - begin) * scale, (queued - begin) * scale
+        wall = (time.perf_counter() - begin) * 1000 / number
+        later = [first.elapsed_time(second) for first, second in pairwise(ends)]
+        return {"synchronised": wall, "host": host, "later": later}
 
     steps(NUM_WARM)
     gc.collect()
     gc.freeze()  # as `poros finetune` does
-    number = max(2, round(MS_OF_A_TURN / steps(1)[0]))
+    alone = [steps(1)["synchronised"] for _ in range(NUM_TURNS)]
+    number = max(4, round(MS_OF_A_TURN / alone[0]))
     turns = [steps(number) for _ in range(NUM_TURNS)]
     peak = torch.cuda.max_memory_allocated() / 1e9
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
@@ -88,13 +96,15 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
     poros.restore(model)
     gc.collect()
     torch.cuda.empty_cache()
-    wall = statistics.median(wall for wall, _ in turns)
+    later = [each for turn in turns for each in turn["later"]]
+    wall = statistics.median(later)
     kernels, wire = times["kernels"] / NUM_TRACED, times["copies to the GPU"] / NUM_TRACED
     return {
         "arm": arm,
         "wall": wall,
-        "least": min(wall for wall, _ in turns),
-        "host": statistics.median(host for _, host in turns),
+        "least": min(later),
+        "alone": statistics.median(alone),
+        "host": statistics.median(turn["host"] for turn in turns),
         "kernels": kernels,
         "wire": wire,
         "ratio": wall / max(kernels, wire),

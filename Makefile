@@ -6,6 +6,8 @@
 #     make gpu-test PYTHON=python3
 
 SHELL := /bin/sh
+# Bytecode is written as modules are imported, not of all of them as they are installed.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 PYTHON ?= $(VENV)/bin/python
@@ -116,8 +118,8 @@ define install
 	fi
 	@echo "Installing the versions of $(2) into $(1); the first time this takes a few minutes"
 	@rm -f $(1)/.installed-*
-	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(2) setuptools
-	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(2) \
+	@$(1)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c $(2) setuptools
+	@$(1)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c $(2) \
 		--no-build-isolation -e '.[$(3)]'
 	@touch $@
 endef

@@ -66,7 +66,7 @@ def held_out(run: Run) -> tuple[float, float]:
 def run_demo(
     out_dir: Path,
     *,
-    num_steps: int = 90,
+    num_steps: int = 30,
     size: ModelSize | None = None,
     device: str | None = None,
     console: "Console | None" = None,

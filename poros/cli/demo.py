@@ -16,7 +16,7 @@ def demo(
         typer.Option(help="New or empty folder to write to.", show_default="a temporary folder"),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Number of fine-tuning steps.", show_default="90")
+        int | None, typer.Option(min=1, help="Number of fine-tuning steps.", show_default="30")
     ] = None,
     device: Annotated[
         Literal["cpu", "cuda"] | None,

@@ -45,7 +45,7 @@ class Condition:
         parameters: These, each once.
         values: A checksum of the frozen adapters that act; None if there are none.
         hooks: Keys of the hooks inside the layer.
-        code: That of its modules, the same object while nobody replaces any.
+        code: That of its modules.
         has_hooks: Whether code of the user may see tensors inside the layer.
         adapter_state: Which adapters act, and how.
         attributes: A reading of its plain attributes.
@@ -86,7 +86,7 @@ class Condition:
         """Whether the layer does the same in both, but for where what streams lies."""
         return (
             self.contents is other.contents
-            and self.code is other.code
+            and self.code == other.code
             and self.adapter_state == other.adapter_state
             and self.marks.where == other.marks.where
             and self.marks.are_trained == other.marks.are_trained
@@ -169,7 +169,7 @@ class Condition:
                 "modules), found others at its backward; register and remove hooks between steps, "
                 "not within one: the recomputation would run with other hooks"
             )
-        if self.code is not before.code:
+        if self.code != before.code:
             return (
                 "expected the code of its modules (forwards, attention) as at the forward, found "
                 "some replaced at its backward; do so between steps"

@@ -129,7 +129,7 @@ class LayerIndex:
         return list(chain.from_iterable(filter(None, self._hook_tables)))
 
     def code(self) -> Code:
-        """The code that runs in the layer now; the same object as long as it is the same.
+        """The code that runs in the layer now; equal as long as it is the same.
 
         Code that is neither ours nor a known library's may read and change anything: global
         variables, random states of its own.
@@ -140,7 +140,7 @@ class LayerIndex:
         now = forwards, list(map(type, self._inner)), attention, functions
         if now != self._code.found:
             modules = self.modules()
-            held = {kind for each in modules for kind in type(each).__mro__}
+            held = dict.fromkeys(kind for each in modules for kind in type(each).__mro__)
             kinds = [kind for kind in held if "forward" in vars(kind)]
             is_known = foreign_code(modules) is None and all(
                 each is None or isinstance(each, PatchedForward) or is_forward_of_liger(each)

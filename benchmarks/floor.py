@@ -8,11 +8,11 @@ other ways call ``poros.accumulate``. Random NF4 weights at the true shapes, LoR
 float32 with grouped products, Liger's norms, rotary embeddings and feed-forwards, a bf16 region
 around the model's forward, fused AdamW, self-check off. A micro-batch is one row of random tokens.
 
-After six steps, some three seconds of them (four at least) follow one another without waiting for
+After eight steps, some three seconds of them (four at least) follow one another without waiting for
 the GPU, three times. ``wall`` is the median time of the GPU from the end of one step to that of the
 next, the first of each turn left out, as the GPU waits in it for the host to begin; ``least`` the
-least. ``alone`` is a step between two device synchronisations, ``host`` the time until all steps of
-a turn are queued, by step. Then three are traced: ``kernels`` is the time in which at least one
+least. ``single`` is a step between two device synchronisations, ``host`` the time until all steps
+of a turn are queued, by step. Then three are traced: ``kernels`` is the time in which at least one
 ran, ``wire`` that of copies to the GPU, each by step. ``ratio`` is ``wall`` by the larger of the
 two.
 """
@@ -38,7 +38,7 @@ from benchmarks.models import config_of, random_model, with_lora
 from poros.reporting.step_times import step_times
 
 NUM_WARM, NUM_TURNS, MS_OF_A_TURN, NUM_TRACED = 5, 3, 3000, 3
-COLUMNS = ("arm", "wall", "least", "alone", "host", "kernels", "wire", "ratio", "peak_gb")
+COLUMNS = ("arm", "wall", "least", "single", "host", "kernels", "wire", "ratio", "peak_gb")
 
 
 def measure(model: Any, arm: str) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
     steps(NUM_WARM)
     gc.collect()
     gc.freeze()  # as `poros finetune` does
-    alone = [steps(1)["synchronised"] for _ in range(NUM_TURNS)]
-    number = max(4, round(MS_OF_A_TURN / alone[0]))
+    single = [steps(1)["synchronised"] for _ in range(NUM_TURNS)]
+    number = max(4, round(MS_OF_A_TURN / single[0]))
     turns = [steps(number) for _ in range(NUM_TURNS)]
     peak = torch.cuda.max_memory_allocated() / 1e9
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
@@ -103,7 +103,7 @@ def measure(model: Any, arm: str) -> dict[str, Any]:
         "arm": arm,
         "wall": wall,
         "least": min(later),
-        "alone": statistics.median(alone),
+        "single": statistics.median(single),
         "host": statistics.median(turn["host"] for turn in turns),
         "kernels": kernels,
         "wire": wire,

@@ -175,7 +175,7 @@ class _AddLora(torch.autograd.Function):
         if wants_a or wants_input:
             # Of one number autograd takes it that it lies in columns, and turns the product over.
             of_hidden = scaled.mm(b) if hidden.numel() > 1 else b.t().mm(scaled.t()).t()
-            of_hidden = of_hidden.to(hidden.dtype)  # in a region of another autocast
+            of_hidden = of_hidden.to(hidden.dtype)  # as autograd, if autocast is another
             del scaled
             if wants_a:
                 input = input_from(sources)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import Trainer
 
 import poros
@@ -24,6 +25,7 @@ from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
 from poros.model.sizing import ResidencyPlan
 from tests.comparing import assert_same_run, compare_trajectories, digest
+from tests.exact.programs import forward_replaced, turned_around
 from tests.loops import (
     NUM_LAYERS,
     ON_HOST,
@@ -259,6 +261,15 @@ def test_large_logits_that_are_read_are_mentioned_once(
         for _ in range(2):
             outputs(model).logits.sum()
     assert caplog.text.count("reads the logits") == 1
+
+
+@pytest.mark.parametrize("options", [{"loss": "chunked"}, ON_HOST], ids=["resident", "on the host"])
+def test_a_forward_that_its_class_gets_later_runs(options: dict[str, Any]) -> None:
+    model = streamed(build(), **options)
+    assert isinstance(outputs(model).logits, LazyLogits)
+    with forward_replaced(nn.Linear, turned_around(nn.Linear)):
+        found, expected = outputs(model).logits, outputs(build()).logits
+    assert torch.equal(found, expected)
 
 
 def test_labels_for_some_positions_only() -> None:

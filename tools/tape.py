@@ -42,6 +42,10 @@ class TapeRecorder(Recorder):
         self.tapes.add(tape)
         return _TapeRecording(tape)
 
+    def memory_of(self, recording: Recording) -> list[torch.Tensor]:
+        made = recording.tape._made if isinstance(recording, _TapeRecording) else ()
+        return [each.data for each in made]
+
     def join(self, recordings: Sequence[Recording]) -> Recording:
         return _Joined([each.tape for each in recordings if isinstance(each, _TapeRecording)])
 

@@ -45,6 +45,7 @@ from poros.model.sizing import (
     Wanted,
     keeps_most,
     room_of,
+    share_kept,
     with_shape,
 )
 from poros.stream.frozen import SmallTensors
@@ -178,6 +179,8 @@ class MeasuredSizer(Sizer):
         self._may_be_alone = False
         self._num_together = 1
         """Micro-batches that would go together if they were not quicker alone."""
+        self._kept_together = 0.0
+        """The share of the layers that would keep their graph then."""
         self._num_asked = 0
         """Tokens of the largest micro-batches together of which it was asked whether they are."""
         self._rounds = 0
@@ -332,7 +335,8 @@ class MeasuredSizer(Sizer):
             plans = [self.estimated(each, self.wanted, False, self._left(each)) for each in shapes]
         except VRAMBudgetError:
             return None
-        if not all(keeps_most(plan, LEAST_KEPT, self._num_together) for plan in plans):
+        others = self._num_together, self._kept_together
+        if not all(keeps_most(plan, LEAST_KEPT, *others) for plan in plans):
             self.is_quicker_alone = False
         self.replays = all(plan.replays for plan in plans)
         self.shares_dense = all(plan.shares_dense or plan.micro_batches == 1 for plan in plans)
@@ -409,10 +413,14 @@ class MeasuredSizer(Sizer):
         """Whether most layers would keep their graph, by an estimate, if each went by itself."""
         alone = shape._replace(micro_batches=1)
         try:
-            plan = self._estimate(alone, self.budget, self.wanted, False, True)
+            plan, together = (
+                self._estimate(each, self.budget, self.wanted, False, True)
+                for each in (alone, shape)
+            )
         except PorosError:
             return False
-        return keeps_most(plan, SURELY_KEPT, self._num_together)
+        self._kept_together = share_kept(together)
+        return keeps_most(plan, SURELY_KEPT, self._num_together, self._kept_together)
 
 
 def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:

@@ -13,9 +13,10 @@ took beyond its own. The next step is measured again.
 On a CPU, whose allocator has no statistics, a given budget is spent by the estimate alone.
 
 Once all blocks have a slot, micro-batches have no load to share, but still the work of making a
-layer's 4-bit weights dense. Layers that keep their graph save each separate micro-batch a
-recomputation. So micro-batches run one after the other where most layers can keep their graph and
-each has so many tokens that this takes less time: see ``keeps_most``.
+layer's 4-bit weights dense. Layers that keep their graph save each micro-batch a recomputation, and
+there is memory for more of them if micro-batches are separate. So these run one after the other
+where most layers can keep their graph and each has so many tokens that this takes less time: see
+``keeps_most``.
 
 In both cases room for a batch larger than any before is made before it trains, and a batch that
 cannot fit is refused. No decision changes a bit of the result.
@@ -93,17 +94,24 @@ self-check's share or without, with room for recorded visits or without. Raises 
 if it does not fit."""
 
 
-def keeps_most(plan: "MemoryPlan", share: float, num_together: int) -> bool:
+def share_kept(plan: "MemoryPlan") -> float:
+    """The share of the layers that keep their graph."""
+    return plan.keep_last / (plan.num_blocks * plan.block_size)
+
+
+def keeps_most(plan: "MemoryPlan", share: float, num_together: int, kept_together: float) -> bool:
     """Whether micro-batches take less time in this plan of a single one than so many together.
 
-    No block is loaded, at least this share of the layers keep their graph, and recomputing them
-    would take longer by a quarter than making weights dense for each micro-batch instead of once
-    for all: those that go together cost the host less.
+    No block is loaded, at least this share of the layers keep their graph, and recomputing those
+    that would not if they went together (``kept_together``: the share that would) takes longer by a
+    quarter than making weights dense for each micro-batch instead of once for all: those that go
+    together cost the host less.
     """
-    kept = plan.keep_last / (plan.num_blocks * plan.block_size)
+    kept = share_kept(plan)
     num_tokens = plan.options["batch_size"] * plan.options["seq_len"]
     shared = 1.25 * plan.dense_tokens * (1 - 1 / num_together)
-    return plan.num_slots >= plan.num_blocks and kept >= share and kept * num_tokens >= shared
+    is_quicker = (kept - kept_together) * num_tokens >= shared
+    return plan.num_slots >= plan.num_blocks and kept >= share and is_quicker
 
 
 class Sizer:

@@ -285,8 +285,7 @@ def _fitting(
         offload = True
     if request.policy.slots is None:
         slots = _most(least, num_blocks, lambda number: fits(number, kept))
-    # Of those together, all but one would be recomputed, and could not be replayed in one go.
-    if request.policy.keep_last is None and slots == num_blocks and choice.micro_batches == 1:
+    if request.policy.keep_last is None and slots == num_blocks:
         kept = _most(0, len(shapes.layers), lambda number: fits(slots, number))
     return formula.plan(slots, kept, offload) if fits(slots, kept) else None
 
@@ -385,11 +384,14 @@ class _Formula:
         """Count what recordings hold at all times: the computation of one layer, workspaces.
 
         Recordings of layers that keep their graph also hold copies of their inputs; their graphs
-        are counted as kept graphs.
+        are counted as kept graphs. With micro-batches together these are copies, and there is one
+        more of each: the recording's own.
         """
-        inputs = (self.num_layers - first_kept) * self.cost.boundary
+        kept = self.cost.layers[first_kept:]
+        own = sum(layer.saved + self.cost.boundary for layer in kept) * (self.together > 1)
+        inputs = self.together * len(kept) * self.cost.boundary
         largest = max((layer.peak for layer in self.cost.layers), default=0)
-        return largest + inputs + self.request.libraries
+        return largest + inputs + own + self.request.libraries
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""
@@ -463,11 +465,8 @@ class _Formula:
         forward = [once + layer.attention_flop for layer in self.cost.layers]
         # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
         backward = [products - dense + 2.5 * layer.attention_flop for layer in self.cost.layers]
-        # Of micro-batches that go together one keeps its graph where visits are replayed.
-        others = (1 - 1 / self.together) * self.choice.replays
-        recomputed = sum(forward[:first_kept]) + others * sum(forward[first_kept:])
         per_flop = 1e-9 / speeds.tflop_per_s
-        flop = (sum(forward) + head, sum(backward) + recomputed + head)
+        flop = (sum(forward) + head, sum(backward) + sum(forward[:first_kept]) + head)
         compute = (per_flop * number for number in flop)
         wires = (size / speeds.copy_gb_per_s / 1e6 for size in (forward_wire, backward_wire))
         return sum(map(max, wires, compute))

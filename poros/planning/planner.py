@@ -20,7 +20,7 @@ from poros.errors import (
 )
 from poros.kernels.packed_attention import attention_of, takes_cu_seqlens
 from poros.loaders.settings import describe_error
-from poros.model.sizing import SURELY_KEPT, keeps_most
+from poros.model.sizing import SURELY_KEPT, keeps_most, share_kept
 from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
@@ -225,7 +225,8 @@ class Planner:
         if found.micro_batches == 1 or found.vram_budget is None or not is_chosen:
             return found
         alone = self._cost_model().plan(request.override(micro_batches=1))
-        return alone if keeps_most(alone, SURELY_KEPT, found.micro_batches) else found
+        others = found.micro_batches, share_kept(found)
+        return alone if keeps_most(alone, SURELY_KEPT, *others) else found
 
     def _cost_model(self) -> CostModel:
         model = self._given()

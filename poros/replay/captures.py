@@ -8,8 +8,9 @@ Note: Eager is the way out
     (``poros.stream.general``), with the same bits, so mixing both shows nowhere: calls with hooks
     inside the layer, beside tensors that layers share, while somebody watches operators or the
     self-check runs; whatever cannot be recorded. A layer that keeps its graph on the device keeps
-    one at a time in its recording; a second forward before the backward of the first, and a form of
-    call that is not the recorded one, go as those of a recomputed layer.
+    one at a time in its recording. Those of several micro-batches that go together wait in copies;
+    any other second forward before the backward of the first, and a form of call that is not the
+    recorded one, go as those of a recomputed layer.
 
 Note: Proof
     The first replay of a forward is made beside the forward in the graph around it, that of a
@@ -117,7 +118,7 @@ class Captures:
         self._is_strict = is_strict
         self._most_tokens = most_tokens
         self._forms: dict[int, dict[Any, Form]] = {}
-        self._num_passes = 0
+        self._num_passes, self._num_grouped = 0, 1
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held: weakref.WeakSet[Form] = weakref.WeakSet()
@@ -151,9 +152,11 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
+            if self._num_grouped > 1:  # there is memory for the graphs of all of these
+                form.put_aside()
             if form.in_flight() is not None or not self._has_place(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
-                form = self._form_of(call, "recomputed")
+                form, run = self._form_of(call, "recomputed"), beside or run
             elif self._would_lose(form):
                 form.clear()
                 self._num_wasted[layer.index] += 1
@@ -395,7 +398,7 @@ class Captures:
         """
         self.segments.begin_pass(holder, layers)
         self._memory.begin_pass()
-        self._num_passes += 1
+        self._num_passes, self._num_grouped = self._num_passes + 1, num_grouped
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on

@@ -9,13 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
+from poros.kernels.copies import copy_all
 from poros.replay.call import CallFacts, LayerCall
 from poros.replay.casts import AdapterCasts
 from poros.replay.graphs import Fixed, Recording
+from poros.replay.routing import Tensors
 from poros.replay.uses import Around, Uses
 from poros.stream.condition import Condition
 from poros.stream.context import Kind
@@ -60,6 +63,48 @@ class Replayed:
         self.recording.replay()
         made = self.gives.tensors if in_place else self.gives.copies()
         return [None if place is None else made[place] for place in self.places]
+
+
+class HeldGraph:
+    """The graph that a recorded forward leaves, in memory of its own, for a recorded backward.
+
+    It is that of one call at a time. Those of others wait for their backward in copies, as long as
+    their calls are there.
+
+    Attributes:
+        inputs, results: Of the recorded forward.
+        places: All memory that the graph is in.
+    """
+
+    def __init__(self, inputs: Tensors, results: Tensors, places: Sequence[torch.Tensor]) -> None:
+        self.inputs, self.results, self.places = inputs, results, places
+        self._aside: WeakKeyDictionary[object, Sequence[torch.Tensor]] = WeakKeyDictionary()
+
+    def room(self) -> list[torch.Tensor]:
+        """Memory for a copy."""
+        return [torch.empty_like(each) for each in self.places]
+
+    def note_aside(self, call: object, copies: Sequence[torch.Tensor]) -> None:
+        """The graph of ``call`` is in these from now on."""
+        self._aside[call] = copies
+
+    def aside(self, call: object) -> Sequence[torch.Tensor] | None:
+        """Where the graph of ``call`` is, if it is not in its places."""
+        return self._aside.get(call)
+
+    def put_aside(self, call: object) -> None:
+        """Copy what is in its places: the graph of ``call``."""
+        room = self.room()
+        copy_all(room, self.places)
+        self._aside[call] = room
+
+    def bring_back(self, call: object) -> None:
+        """Copy the graph of ``call`` there."""
+        copy_all(self.places, self._aside.pop(call))
+
+    def forget(self, call: object) -> None:
+        """The graph of ``call`` is not needed any more."""
+        self._aside.pop(call, None)
 
 
 def hold_tensors(modules: Sequence[nn.Module]) -> bool:
@@ -120,13 +165,13 @@ class Form:
     """By the number of micro-batches (``poros.replay.rows``); None where one is wanted."""
     num_rows: Counter[int] = field(default_factory=Counter)
     """Backwards by so many micro-batches, one behind the other."""
-    held: Any = None
-    """Of layers that keep their graph: inputs and results of the recorded forward."""
+    held: HeldGraph | None = None
+    """Of layers that keep their graph."""
     order: int = 0
     """Of the recorded forward, among those of layers that keep their graph."""
     in_flight: Callable[[], object | None] = lambda: None
     """The call whose forward was replayed last: of layers that keep their graph, that whose graph
-    lies in the recording's memory, or the visit of a segment (``poros.replay.segment``)."""
+    is in its places (``held``), or the visit of a segment (``poros.replay.segment``)."""
 
     @property
     def facts(self) -> CallFacts:
@@ -154,9 +199,30 @@ class Form:
 
     def backward_of(self, call: LayerCall, around: Around) -> Replayed | None:
         """The recorded backward, if what it reads is still that of the forward of ``call``."""
-        is_there = self.kind != "kept" or self.in_flight() is call
         is_same = around == self.around and self.dense_address == call.layer.dense_address
-        return self.backward if is_there and is_same else None
+        if not is_same or self.backward is None:
+            return None
+        return self.backward if self.kind != "kept" or self._bring_back(call) else None
+
+    def put_aside(self) -> None:
+        """Have its places free for the graph of another call, if they have that of a call now."""
+        call = self.in_flight()
+        if isinstance(call, LayerCall) and self.held is not None:
+            self.held.put_aside(call)
+            self.in_flight = lambda: None
+
+    def _bring_back(self, call: LayerCall) -> bool:
+        """Have the graph of ``call`` in its places; whether it is there."""
+        if self.in_flight() is call:
+            return True
+        if self.held is None or self.held.aside(call) is None:
+            return False
+        self.put_aside()
+        if self.in_flight() is not None:
+            return False
+        self.held.bring_back(call)
+        self.in_flight = ref(call)
+        return True
 
     def learn(self, facts: CallFacts, uses: Uses, around: Around) -> None:
         """A call that ran has been differentiated, and has shown ``uses``."""
@@ -179,6 +245,8 @@ class Form:
 
     def release(self, call: object) -> None:
         """The graph of a call that was kept, or of a segment, is not needed any more."""
+        if self.held is not None:
+            self.held.forget(call)
         if self.in_flight() is call:
             self.in_flight = lambda: None
 

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,6 +59,10 @@ class Recorder(ABC):
         """
 
     @abstractmethod
+    def memory_of(self, recording: Recording) -> list[torch.Tensor]:
+        """All that one which is held has left for another to read, at its addresses."""
+
+    @abstractmethod
     def join(self, recordings: Sequence[Recording]) -> Recording | None:
         """Make one of several that draw no random numbers, in order; None if nothing can.
 
@@ -81,6 +86,10 @@ class CudaRecorder(Recorder):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pools = {is_held: _Pool() for is_held in (False, True)}
+        self._left: weakref.WeakKeyDictionary[Recording, dict[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Of those that are held: addresses and sizes of memory that each has left allocated."""
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
@@ -91,6 +100,7 @@ class CudaRecorder(Recorder):
             # Memory whose recordings are all gone cannot be recorded into again.
             pool.handle = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
+        before = pool.allocated() if is_held else {}
         graph = torch.cuda.CUDAGraph(keep_graph=can_join())
         self._stream.wait_stream(current)
         # What Python's collector would free may wait for the device, which cannot be recorded.
@@ -109,7 +119,14 @@ class CudaRecorder(Recorder):
                 graph.instantiate()
         current.wait_stream(self._stream)
         pool.recordings.add(graph)
+        if is_held:
+            left = pool.allocated()
+            self._left[graph] = {each: left[each] for each in sorted(left.keys() - before.keys())}
         return graph
+
+    def memory_of(self, recording: Recording) -> list[torch.Tensor]:
+        places = self._left[recording].items()
+        return [torch.as_tensor(_Memory(*each), device=self._device) for each in places]
 
     def join(self, recordings: Sequence[Recording]) -> Recording | None:
         graphs = [each for each in recordings if isinstance(each, torch.cuda.CUDAGraph)]
@@ -146,6 +163,27 @@ class _Pool:
     def __init__(self) -> None:
         self.handle: Any = None
         self.recordings: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def allocated(self) -> dict[int, int]:
+        """Of all that is allocated there now: each address, and the bytes behind it."""
+        blocks = (each["blocks"] for each in torch.cuda.memory_snapshot(self.handle))
+        return {
+            block["address"]: block["size"]
+            for block in chain.from_iterable(blocks)
+            if block["state"] == "active_allocated"
+        }
+
+
+class _Memory:
+    """Memory of the device, for PyTorch to make a tensor of: a multiple of four bytes."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes // 4,),
+            "typestr": "<f4",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class Spec(NamedTuple):

@@ -20,7 +20,7 @@ from poros.kernels.copies import copy_all
 from poros.kernels.dense_memory import DenseLayer
 from poros.replay.call import CallFacts
 from poros.replay.casts import AdapterCasts
-from poros.replay.forms import Form, Replayed
+from poros.replay.forms import Form, HeldGraph, Replayed
 from poros.replay.graphs import Fixed, Recorder, Recording, SharedMemory, Spec
 from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
@@ -77,7 +77,7 @@ class Recordings:
     def _forward(self, layer: LayerBody, form: Form) -> Replayed:
         facts = form.facts
         given = self._memory.of("inputs", facts.specs)
-        gives: list[Fixed] = []
+        gives, held = list[Fixed](), list[tuple[Tensors, Tensors]]()
         is_kept = form.kind == "kept"
 
         def run() -> None:
@@ -86,10 +86,13 @@ class Recordings:
             results = facts.run(inputs, has_graph=form.kind != "inference")
             gives.append(self._give([each.detach() for each in results]))
             if is_kept:
-                self._num_held += 1
-                form.held, form.order = (inputs, results), self._num_held
+                held.append((inputs, results))
 
         recording, casts = self._record(layer, facts, run, is_held=is_kept)
+        if is_kept:
+            self._num_held += 1
+            form.order = self._num_held
+            form.held = HeldGraph(*held[0], self._recorder.memory_of(recording))
         return Replayed(recording, given, gives[0], range(len(gives[0].tensors)), casts)
 
     def _backward(
@@ -109,9 +112,9 @@ class Recordings:
         def values() -> list[torch.Tensor | None]:
             arrived = iter(given.tensors[len(specs) :])
             gradients = [next(arrived) if arrives else None for arrives in around.arriving]
-            if form.kind == "kept" and not afresh:
-                inputs, results = form.held
-                return facts.differentiate(results, inputs, gradients, around, keeps_graph=True)
+            if form.held is not None and not afresh:
+                ends = form.held.results, form.held.inputs
+                return facts.differentiate(*ends, gradients, around, keeps_graph=True)
             inputs = facts.inputs(given.tensors[: len(specs)])
             return facts.differentiate(facts.recompute(inputs), inputs, gradients, around)
 

@@ -12,6 +12,10 @@ Note: In one go
     take their places; so do gradients. Gradients of adapters are added to a copy of the sum so far,
     for one micro-batch after the other.
 
+Note: Layers that keep their graphs
+    The recording of such a layer has one graph in its memory. So the joined forward copies that of
+    each micro-batch to memory of its own, and the joined backward copies each back.
+
 Note: Which
     Those of one form that draw no random numbers: what a micro-batch draws in one layer is not
     right behind what the one before it has drawn there. And those whose hidden states are small:
@@ -19,18 +23,20 @@ Note: Which
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from operator import is_
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 
 from poros.kernels.copies import copy_all
 from poros.replay.call import LayerCall, total
-from poros.replay.forms import Form, Replayed
+from poros.replay.forms import Form, HeldGraph, Replayed
 from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import OF_ADAPTERS, GradientSums
 from poros.slots.schedule import Phase
+from poros.stream.context import Kind
 from poros.stream.rng import RngStash
 
 _MOST_BYTES = 2**26
@@ -50,6 +56,7 @@ class Row:
         total: The sum of the gradients of adapters, without those of these micro-batches and then
             with them.
         one_backward: The recorded backward of one of them.
+        aside: Copies of the graph of each, and of the one before them, of a layer that keeps them.
         forward, backward: Those of all.
         parts: What these are joined of.
     """
@@ -66,6 +73,10 @@ class Row:
         (self.total,) = memory.of("sums of a row", [Spec.of(piece)]).tensors
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
+        self.held = form.held
+        self.aside = [form.held.room() for _ in range(number + 1)] if form.held else []
+        self._waiting: list[ReferenceType[LayerCall]] = []
+        """The calls whose graphs are in these copies, until their backward."""
 
     def given(self, number: int) -> list[torch.Tensor]:
         """What the visit of that number reads."""
@@ -78,6 +89,24 @@ class Row:
         # Results take the places of hidden states, so none of these is there already.
         copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
         self._others.fill([tensor for each in sources for tensor in each[1:]])
+
+    def has_aside(self, calls: Sequence[LayerCall]) -> bool:
+        """Whether the graphs of these ``calls`` wait in its copies, in order."""
+        places = [None if self.held is None else self.held.aside(each) for each in calls]
+        return all(map(is_, places, self.aside[1:]))
+
+    def is_free(self) -> bool:
+        """Whether no call's graph waits in its copies."""
+        calls = [each() for each in self._waiting]
+        return self.held is None or all(
+            each is None or self.held.aside(each) is None for each in calls
+        )
+
+    def note_aside(self, held: HeldGraph, calls: Sequence[LayerCall]) -> None:
+        """The graphs of ``calls`` wait in its copies from now on."""
+        self._waiting = [ref(each) for each in calls]
+        for call, copies in zip(calls, self.aside, strict=True):
+            held.note_aside(call, copies)
 
     def fill_gradients(self, gradients: Sequence[torch.Tensor], total: torch.Tensor) -> None:
         """Have the gradients of results there, and the sum so far, for one replay."""
@@ -184,9 +213,13 @@ class Rows:
     ) -> list[tuple[Any, ReplayedVisit]] | None:
         """``one`` for each of several micro-batches; None if that is not recorded."""
         row: Row | None = visit.form.rows.get(len(arguments))
-        forward = None if row is None else _forward_of(visit, arguments)
-        if row is None or forward is None:
+        forward = None if row is None else _forward_of(visit, arguments, ("recomputed", "kept"))
+        if row is None or forward is None or not row.is_free():
             return None
+        if row.held is not None:
+            if visit.form.in_flight() is not visit.call:
+                return None
+            visit.form.in_flight = lambda: None  # its graph gives way to those of the others
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
             row.fill(forward, sources)
@@ -197,6 +230,8 @@ class Rows:
             call = visit.call.again(source, rng)
             call.note_end_as(rng)
             found.append((visit.form.facts.result_of([result]), visit.again(call, source)))
+        if row.held is not None:
+            row.note_aside(row.held, [visit.call, *(each.call for _, each in found)])
         self._note_joined(visit.form, len(found))
         return found
 
@@ -219,12 +254,17 @@ class Rows:
         row, total = form.rows.get(number), sums.total_of(behind)
         if row is None or total is None or row.one_backward is not behind:
             return None
+        if row.held is not None:
+            form.put_aside()
+            if form.in_flight() is not None or not row.has_aside([each.call for each in visits]):
+                return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]
             for visit in visits:
                 visit.release()
             with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
-                row.fill(behind, sources)
+                if row.held is None:
+                    row.fill(behind, sources)
                 row.fill_gradients(gradients, total)
                 row.backward.replay()
                 total.copy_(row.total)
@@ -261,16 +301,22 @@ class Rows:
             return None
         row = Row(form, self._memory, number, piece)
         (result,) = forward.gives.tensors
-        forwards, backwards = list[Recording](), list[Recording]()
+        own = () if row.held is None else row.held.places
+        saved = [self.links.copies(copies, own) for copies in row.aside]
+        brought_back = [self.links.copies(own, copies) for copies in row.aside[1:]]
+        forwards, backwards = saved[:1], list[Recording]()
         for part in range(number):
             given, gradient = row.given(part), row.gradients.tensors[part]
             forwards += [
                 self.links.copies(forward.given.tensors, given),
                 forward.recording,
+                *saved[part + 1 :][:1],
                 self.links.copies([given[0]], [result]),
             ]
+            read = [gradient] if row.aside else [*given, gradient]
             backwards += [
-                self.links.copies(backward.given.tensors, [*given, gradient]),
+                *brought_back[part:][:1],
+                self.links.copies(backward.given.tensors, read),
                 backward.recording,
                 self.links.add(row.total, piece),
                 *([self.links.copy_of_sum(gradient, terms)] if terms else []),
@@ -283,10 +329,12 @@ class Rows:
         return row
 
 
-def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:
+def _forward_of(
+    visit: ReplayedVisit, arguments: Sequence[LayerCall], kinds: Sequence[Kind] = ("recomputed",)
+) -> Replayed | None:
     """The recorded forward of ``visit``, if calls with these ``arguments`` are of its form."""
     form = visit.form
-    is_alike = form.kind == "recomputed" and all(each.is_like(visit.call) for each in arguments)
+    is_alike = form.kind in kinds and all(each.is_like(visit.call) for each in arguments)
     # Hidden states behind the first layer have a graph, if anything before is trained.
     is_alike &= visit.form.facts.has_gradient_of_hidden
     forward = form.forward
@@ -298,8 +346,7 @@ def _may_be_together(visits: Sequence[ReplayedVisit], gradient: torch.Tensor) ->
     form, facts, first = visits[0].form, visits[0].form.facts, visits[0].call
     hidden = facts.specs[0]
     return (
-        form.kind == "recomputed"
-        and facts.uses.has_single_parameters
+        facts.uses.has_single_parameters
         and facts.forms[0][:2] == hidden
         and (gradient.shape, gradient.dtype) == hidden
         and len(visits) * gradient.nbytes <= _MOST_BYTES

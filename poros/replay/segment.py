@@ -435,7 +435,7 @@ class SegmentVisit:
 
     def __init__(self, segment: Segment, calls: Sequence[LayerCall]) -> None:
         self.segment, self.calls, self.condition = segment, calls, calls[0].condition
-        self.inputs = [part.form.held[0] for part in segment.parts]
+        self.inputs = [held.inputs for part in segment.parts if (held := part.form.held)]
         """What each layer was given, in memory of its recording."""
         self._modules = segment.modules()  # live as long as their graph
 

@@ -95,6 +95,8 @@ class CudaRecorder(Recorder):
         if self._stream is None:
             self._stream = recording_stream(self._device)
             prepare_to_record(self._device)
+            with torch.cuda.stream(self._stream):  # cuBLAS's workspace is in no graph's memory then
+                torch.ones(1, 1, device=self._device) @ torch.ones(1, 1, device=self._device)
         pool = self._pools[is_held]
         if not pool.recordings:
             # Memory whose recordings are all gone cannot be recorded into again.

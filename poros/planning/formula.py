@@ -438,7 +438,8 @@ class _Formula:
         kept = 0
         for index, layer in enumerate(self.checked):
             if index >= first_kept:  # checked behind its forward, above the graphs before it
-                kept += self.cost.layers[index].saved + self.cost.layers[index].kept_input
+                own = self.cost.layers[index]
+                kept += self.together * (own.saved + own.kept_input)
             yield (
                 (self.gradients_above[index] if index < first_kept else kept)
                 + self._boundaries(min(index + 1, first_kept), offload)

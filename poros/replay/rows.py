@@ -25,7 +25,7 @@ Note: Which
 from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from typing import Any
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -75,7 +75,7 @@ class Row:
         self._num_others = len(others)
         self.held = form.held
         self.aside = [form.held.room() for _ in range(number + 1)] if form.held else []
-        self._waiting: list[ReferenceType[LayerCall]] = []
+        self._waiting: WeakSet[LayerCall] = WeakSet()
         """The calls whose graphs are in these copies, until their backward."""
 
     def given(self, number: int) -> list[torch.Tensor]:
@@ -90,23 +90,17 @@ class Row:
         copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
         self._others.fill([tensor for each in sources for tensor in each[1:]])
 
-    def has_aside(self, calls: Sequence[LayerCall]) -> bool:
-        """Whether the graphs of these ``calls`` wait in its copies, in order."""
-        places = [None if self.held is None else self.held.aside(each) for each in calls]
-        return all(map(is_, places, self.aside[1:]))
-
-    def is_free(self) -> bool:
-        """Whether no call's graph waits in its copies."""
-        calls = [each() for each in self._waiting]
-        return self.held is None or all(
-            each is None or self.held.aside(each) is None for each in calls
-        )
-
-    def note_aside(self, held: HeldGraph, calls: Sequence[LayerCall]) -> None:
-        """The graphs of ``calls`` wait in its copies from now on."""
-        self._waiting = [ref(each) for each in calls]
-        for call, copies in zip(calls, self.aside, strict=True):
+    def have_aside(self, held: HeldGraph, calls: Sequence[LayerCall] = ()) -> None:
+        """The graphs of ``calls`` wait in its copies from now on; what was there is gone."""
+        for known in self._waiting:
+            held.forget(known)
+        self._waiting = WeakSet(calls)
+        for call, copies in zip(calls, self.aside, strict=False):
             held.note_aside(call, copies)
+
+    def has_aside(self, held: HeldGraph, calls: Sequence[LayerCall]) -> bool:
+        """Whether the graphs of ``calls`` wait in its copies, behind that of the first one."""
+        return all(map(is_, map(held.aside, calls), self.aside[1:]))
 
     def fill_gradients(self, gradients: Sequence[torch.Tensor], total: torch.Tensor) -> None:
         """Have the gradients of results there, and the sum so far, for one replay."""
@@ -214,12 +208,13 @@ class Rows:
         """``one`` for each of several micro-batches; None if that is not recorded."""
         row: Row | None = visit.form.rows.get(len(arguments))
         forward = None if row is None else _forward_of(visit, arguments, ("recomputed", "kept"))
-        if row is None or forward is None or not row.is_free():
+        if row is None or forward is None:
             return None
         if row.held is not None:
             if visit.form.in_flight() is not visit.call:
                 return None
             visit.form.in_flight = lambda: None  # its graph gives way to those of the others
+            row.have_aside(row.held)
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
             row.fill(forward, sources)
@@ -231,7 +226,7 @@ class Rows:
             call.note_end_as(rng)
             found.append((visit.form.facts.result_of([result]), visit.again(call, source)))
         if row.held is not None:
-            row.note_aside(row.held, [visit.call, *(each.call for _, each in found)])
+            row.have_aside(row.held, [visit.call, *(each.call for _, each in found)])
         self._note_joined(visit.form, len(found))
         return found
 
@@ -256,7 +251,8 @@ class Rows:
             return None
         if row.held is not None:
             form.put_aside()
-            if form.in_flight() is not None or not row.has_aside([each.call for each in visits]):
+            calls = [each.call for each in visits]
+            if form.in_flight() is not None or not row.has_aside(row.held, calls):
                 return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]

@@ -505,13 +505,17 @@ def test_micro_batches_go_alone_where_most_layers_can_keep_their_graph(
     assert all(accumulated(loop, 16, 2)), "room that comes and goes changes nothing more"
 
 
-@pytest.mark.parametrize(("kept", "dense_tokens"), [(0, 0.0), (6, 40.0)])
+@pytest.mark.parametrize(
+    ("kept", "num_tokens", "dense_tokens"), [(0, 40, 0.0), (6, 48, 40.0), (6, 80, 12.0)]
+)
 def test_control_micro_batches_stay_together(
-    kept: int, dense_tokens: float, prepared: Prepare
+    kept: int, num_tokens: int, dense_tokens: float, prepared: Prepare
 ) -> None:
-    """Where few layers can keep their graph, and where that is worth less than sharing weights."""
-    loop = prepared(budget(6, kept, 48 if kept else 40), dense_tokens=dense_tokens)
+    """Where few layers can keep their graph, and where that is worth less than sharing weights;
+    where those that go together keep theirs too."""
+    loop = prepared(budget(6, kept, num_tokens), dense_tokens=dense_tokens)
     assert all(accumulated(loop, 16, 6))
+    assert loop.runtime.room.keep_last == kept
 
 
 @pytest.mark.parametrize("first", [4, 16])

@@ -1,0 +1,148 @@
+"""Layers that keep their graphs, of several micro-batches: one graph at a time is in the memory of
+a recording, and those of others wait in copies.
+
+Streams are adversarial, slots and what recordings leave are poisoned.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.replay.forms import HeldGraph
+from poros.replay.rows import Row
+from tests.exact.recorded import on_tapes
+from tests.loops import (
+    Subject,
+    accumulated,
+    adapted,
+    in_autocast,
+    micro_batches,
+    own_loss,
+    same,
+    train,
+    trained,
+)
+from tests.replaced import Patch, noted
+from tools.tape import TapeRecorder
+
+Model = Any
+Facts = list[torch.Tensor]
+OTHER_BITS = "a recording gave other bits"
+ALL = {"slots": 3, "keep_last": 3}
+LAST = {"slots": 3, "keep_last": 1}
+OFTEN: Any = {"sizes": (4,) * 9, "lengths": (12,)}
+few: Subject = partial(adapted, num_layers=3, target_modules=["q_proj", "down_proj"])
+DROPOUT: Subject = partial(few, lora_dropout=0.05, quantize=False)
+TO_GROUP: Subject = partial(few, target_modules=["q_proj", "k_proj", "v_proj"])
+
+
+def behind_a_loss(model: Model, together: bool = True, num_steps: int = 9) -> Facts:
+    """A loss waits for its backward while others go together."""
+    facts: Facts = []
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(num_steps):
+        waiting, *others = micro_batches(5, generator, (12,))
+        loss = own_loss(model, waiting)
+        facts += accumulated(model, others, own_loss, together)
+        loss.backward()
+        facts += [loss.detach(), *(each.grad.clone() for each in trained(model))]
+        model.zero_grad()
+    return facts
+
+
+def behind_an_error(model: Model, together: bool = True) -> Facts:
+    """The loss of a third one is not computed; whoever has the error has what was on its way."""
+    facts = train(model, together, **OFTEN)
+    kept: list[Exception] = []
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        value = own_loss(model, batch)
+        if not kept and batch is step[2]:
+            raise ValueError("no loss")
+        return value
+
+    for _ in range(3):
+        step = micro_batches(4, torch.Generator().manual_seed(2), (12,))
+        model.zero_grad()
+        try:
+            facts += accumulated(model, step, loss, together)
+        except ValueError as error:
+            kept.append(error)
+    return [*facts, *(each.grad.clone() for each in trained(model))]
+
+
+GROUPED = {"adapter_kernels": "grouped"}
+RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
+    "all": (partial(train, **OFTEN), few, ALL),
+    "the last": (partial(train, **OFTEN), few, LAST),
+    "dropout": (partial(train, **OFTEN), DROPOUT, ALL),
+    "two lengths": (partial(train, sizes=(5,) * 6, lengths=(12, 12, 9, 12, 9)), DROPOUT, ALL),
+    "grouped products": (
+        *(partial(train, loss=in_autocast, **OFTEN), TO_GROUP),
+        {**ALL, **GROUPED},
+    ),
+    "behind a loss": (behind_a_loss, few, ALL),
+    "behind a loss, dropout": (behind_a_loss, DROPOUT, ALL),
+    "behind an error": (behind_an_error, few, ALL),
+}
+
+
+def as_resident(which: str) -> tuple[bool, Any]:
+    """Whether a run ends as resident; the model's statistics."""
+    run, base, policy = RUNS[which]
+    model, resident = on_tapes(base(), **policy), base()
+    if GROUPED.items() <= policy.items():
+        poros.use_adapter_kernels(resident, "grouped")
+    return same(run(model), run(resident, together=False)), poros.runtime(model)
+
+
+@pytest.mark.parametrize("which", RUNS)
+def test_runs(which: str, monkeypatch: Patch) -> None:
+    put_aside = noted(monkeypatch, HeldGraph, "put_aside")
+    is_same, runtime = as_resident(which)
+    assert is_same and put_aside
+    assert (runtime.stats()["num_joined_visits"] > 0) == (DROPOUT is not RUNS[which][1])
+
+
+def test_nothing_is_recorded_to_be_recomputed() -> None:
+    is_same, runtime = as_resident("all")
+    assert is_same and runtime.context.captures.num_recorded == 3
+
+
+def stays_aside(first: int, monkeypatch: Patch) -> None:
+    """From the call of that number on, no graph is copied back."""
+    genuine, numbers = HeldGraph.bring_back, count()
+
+    def bring_back(self: HeldGraph, call: object) -> None:
+        (genuine if next(numbers) < first else HeldGraph.forget)(self, call)
+
+    monkeypatch.setattr(HeldGraph, "bring_back", bring_back)
+
+
+def copies_nothing(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(TapeRecorder, "memory_of", lambda self, recording: [])
+
+
+@pytest.mark.parametrize("fault", [partial(stays_aside, 0), copies_nothing])
+def test_faults_are_noticed_before_anything_is_replayed(
+    fault: Callable[[Patch], None], monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault(monkeypatch)
+    assert as_resident("dropout")[0] and OTHER_BITS in caplog.text
+
+
+def as_in_its_place(monkeypatch: Patch) -> None:
+    """A joined backward takes graphs to be in its copies that are elsewhere."""
+    monkeypatch.setattr(Row, "has_aside", lambda *_: True)
+
+
+@pytest.mark.parametrize("fault", [partial(stays_aside, 12), as_in_its_place])
+def test_controls(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    fault(monkeypatch)
+    assert not as_resident("all")[0]

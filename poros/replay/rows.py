@@ -25,7 +25,7 @@ Note: Which
 from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 
@@ -36,7 +36,6 @@ from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import OF_ADAPTERS, GradientSums
 from poros.slots.schedule import Phase
-from poros.stream.context import Kind
 from poros.stream.rng import RngStash
 
 _MOST_BYTES = 2**26
@@ -182,21 +181,23 @@ class Rows:
         Returns:
             The layer's result, and the visit; None if the call is of another form.
         """
-        forward = _forward_of(visit, [arguments])
-        if forward is None:
+        form, forward = visit.form, _forward_of(visit, [arguments])
+        form.put_aside()
+        if forward is None or (form.held is not None and form.in_flight() is not None):
             return None
         call = visit.call.again([hidden, *arguments.others], rng)
         if forward.has_drawn:
             rng.restore()
-        kept = call.offload_input()
+        kept = call.offload_input() if form.held is None else call.tensors
         with call.layer.weights.occupy(Phase.FORWARD):
             results = forward.run(call.tensors, is_again=True)
         if forward.has_drawn:
             call.note_end()
         else:
             call.note_end_as(rng)
-        self._note(visit.form, 1)
-        return visit.form.facts.result_of(results), visit.again(call, kept)
+        form.in_flight = ref(call)
+        self._note(form, 1)
+        return form.facts.result_of(results), visit.again(call, kept)
 
     def all(
         self,
@@ -207,7 +208,7 @@ class Rows:
     ) -> list[tuple[Any, ReplayedVisit]] | None:
         """``one`` for each of several micro-batches; None if that is not recorded."""
         row: Row | None = visit.form.rows.get(len(arguments))
-        forward = None if row is None else _forward_of(visit, arguments, ("recomputed", "kept"))
+        forward = None if row is None else _forward_of(visit, arguments)
         if row is None or forward is None:
             return None
         if row.held is not None:
@@ -325,12 +326,10 @@ class Rows:
         return row
 
 
-def _forward_of(
-    visit: ReplayedVisit, arguments: Sequence[LayerCall], kinds: Sequence[Kind] = ("recomputed",)
-) -> Replayed | None:
+def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:
     """The recorded forward of ``visit``, if calls with these ``arguments`` are of its form."""
     form = visit.form
-    is_alike = form.kind in kinds and all(each.is_like(visit.call) for each in arguments)
+    is_alike = all(each.is_like(visit.call) for each in arguments)
     # Hidden states behind the first layer have a graph, if anything before is trained.
     is_alike &= visit.form.facts.has_gradient_of_hidden
     forward = form.forward

@@ -45,7 +45,7 @@ from poros.errors import VRAMBudgetError
 from poros.head.choice import stays_on_host
 from poros.host.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds, optimizer_cost
-from poros.replay.graphs import MOST_FLOP
+from poros.replay.graphs import MOST_FLOP, SAVED_TOGETHER
 from poros.slots.schedule import divide
 from poros.utils.formatting import size
 
@@ -466,8 +466,11 @@ class _Formula:
         forward = [once + layer.attention_flop for layer in self.cost.layers]
         # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
         backward = [products - dense + 2.5 * layer.attention_flop for layer in self.cost.layers]
+        is_copied = self.together > 1 and self.choice.replays
+        recomputed = sum(forward[:first_kept])
+        recomputed += (1 - SAVED_TOGETHER) * is_copied * sum(forward[first_kept:])
         per_flop = 1e-9 / speeds.tflop_per_s
-        flop = (sum(forward) + head, sum(backward) + sum(forward[:first_kept]) + head)
+        flop = (sum(forward) + head, sum(backward) + recomputed + head)
         compute = (per_flop * number for number in flop)
         wires = (size / speeds.copy_gb_per_s / 1e6 for size in (forward_wire, backward_wire))
         return sum(map(max, wires, compute))

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import module_from_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from poros.head.choice import find_embeddings, find_head
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.forwards import is_of_liger
+from poros.kernels.forwards import is_forward_of_liger, is_of_liger
+from poros.kernels.gated_forms import Names, names_in
 from poros.kernels.nf4 import is_4bit, num_weights, part_tensors
 from poros.loaders.build import ONE_AT_A_TIME
 from poros.loaders.options import bits_and_bytes
@@ -81,6 +83,8 @@ class Recipe:
     """Class of the model; None takes the language model that the configuration chooses."""
     counts_all: bool = False
     """Whether kinds of adapters that plans do not count are taken as if they did."""
+    has_liger: bool = False
+    """Whether its gated feed-forwards run Liger's kernel, which keeps gate and up."""
 
     @classmethod
     def of(
@@ -163,6 +167,7 @@ class Recipe:
             vision="drop" if are_dropped(base) else "keep",
             model_class=_as_shipped(type(base)),
             counts_all=counts_all,
+            has_liger=any(map(_is_gated_by_liger, base.modules())),
         )
 
     def make(self) -> Any:
@@ -182,6 +187,10 @@ class Recipe:
             _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:
             made.base_model.set_adapter(list(self.active))
+        for module in made.modules() if self.has_liger else ():
+            names = names_in(type(module).forward)
+            if names is not None:
+                module.__dict__["forward"] = partial(_run_as_by_liger, module, names)
         for name, parameter in base_of(made).named_parameters():
             if name in self.forms and not is_4bit(parameter):
                 dtype, is_trained = self.forms[name]
@@ -195,11 +204,42 @@ class Recipe:
         return made.train()
 
 
+def _is_gated_by_liger(module: nn.Module) -> bool:
+    """Whether a module is a gated feed-forward that runs Liger's kernel."""
+    if is_of_liger(type(module)):
+        return "GLUMLP" in type(module).__name__
+    is_set = is_forward_of_liger(vars(module).get("forward"))
+    return is_set and names_in(type(module).forward) is not None
+
+
+def _run_as_by_liger(module: nn.Module, names: Names, input: torch.Tensor) -> Any:
+    """Run a gated feed-forward with the memory that it takes with Liger's kernel."""
+    parts: Any = module._modules
+    if names.up is None:
+        gate, up = parts[names.gate](input).chunk(2, dim=-1)
+    else:
+        gate, up = parts[names.gate](input), parts[names.up](input)
+    return parts[names.down](_Gated.apply(gate, up))
+
+
+class _Gated(torch.autograd.Function):
+    """In backward gradients take the places of what is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.saved_tensors
+
+
 def _as_shipped(model_class: Any) -> Any:
     """Return a class of transformers as its file has it, where Liger has replaced code of that.
 
     Liger's kernels would read tensors of the meta device at address 0, which loses the CUDA
-    context. A plan counts the model without them.
+    context. A plan counts the model without them, but for what feed-forwards keep (``_Gated``).
     """
     code = sys.modules[model_class.__module__]
     spec = code.__spec__

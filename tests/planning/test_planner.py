@@ -8,6 +8,7 @@ from peft import get_peft_model
 
 from benchmarks.models import config_of
 from poros.errors import UnsupportedModelError, VRAMBudgetError
+from poros.finetune.liger import use_liger
 from poros.gates import tiny
 from poros.planning import cost_model
 from poros.planning.cards import CARDS
@@ -22,9 +23,9 @@ from tests.support import make_model, prepare_plain
 SHORT = PlanRequest.of(seq_len=16)
 
 
-def model_of(architecture: str = "qwen2") -> Any:
+def model_of(architecture: str = "qwen2", **adapters: Any) -> Any:
     base = make_model(architecture, num_layers=4, hidden_size=64, dropout=0.0).unload()
-    return get_peft_model(base, lora())
+    return get_peft_model(base, lora(**adapters))
 
 
 def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +132,20 @@ def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
     monkeypatch.setattr(code, "apply_rotary_pos_emb", rotary)
     assert plan(model, seq_len=16) == expected
     assert code.apply_rotary_pos_emb is rotary
+
+
+def test_a_feed_forward_of_liger_keeps_what_its_last_projection_is_given() -> None:
+    pytest.importorskip("liger_kernel")
+    model = model_of(target_modules=["down_proj"])
+
+    def kept() -> int:
+        found = plan(model, seq_len=16, num_slots=2, keep_last=2)
+        assert found.keep_last == 2
+        return found.terms["kept graphs"]
+
+    before = kept()
+    assert use_liger(model)
+    assert kept() - before == 2 * 16 * model.config.intermediate_size * 2, "of two layers, in bf16"
 
 
 def test_kinds_that_a_plan_does_not_count_are_estimated_where_steps_are_measured() -> None:

@@ -21,7 +21,7 @@ from poros.head.choice import find_embeddings, find_head
 from poros.head.slices import buffer_sizes
 from poros.host.layout import BlockLayout
 from poros.kernels.dora import squares_num_bytes
-from poros.kernels.forwards import is_forward_of_liger, is_of_liger
+from poros.kernels.forwards import PatchedForward, is_forward_of_liger, is_of_liger
 from poros.kernels.gated_forms import Names, names_in
 from poros.kernels.nf4 import is_4bit, num_weights, part_tensors
 from poros.loaders.build import ONE_AT_A_TIME
@@ -208,8 +208,10 @@ def _is_gated_by_liger(module: nn.Module) -> bool:
     """Whether a module is a gated feed-forward that runs Liger's kernel."""
     if is_of_liger(type(module)):
         return "GLUMLP" in type(module).__name__
-    is_set = is_forward_of_liger(vars(module).get("forward"))
-    return is_set and names_in(type(module).forward) is not None
+    forward = vars(module).get("forward")
+    if isinstance(forward, PatchedForward):
+        forward = forward.before
+    return is_forward_of_liger(forward) and names_in(type(module).forward) is not None
 
 
 def _run_as_by_liger(module: nn.Module, names: Names, input: torch.Tensor) -> Any:

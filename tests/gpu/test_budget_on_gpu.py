@@ -12,6 +12,7 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.errors import VRAMBudgetError
+from poros.finetune.liger import use_liger
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, train
@@ -186,3 +187,46 @@ def test_stall_and_rate_are_measured(checkpoint: Path) -> None:
     torch.cuda.synchronize()
     stats = poros.runtime(model).stats()
     assert 1 < stats["h2d_gb_per_s"] < 1000 and stats["h2d_ms"] > 0 and stats["stall_ms"] >= 0
+
+
+def test_a_budget_is_kept_by_micro_batches_that_keep_their_graphs(checkpoint: Path) -> None:
+    """Some of the layers keep those of all four, with Liger's feed-forwards."""
+    pytest.importorskip("liger_kernel")
+    shape = {"batch_size": 2, "seq_len": 256, "accumulation": 4, "micro_batches": 4}
+    step = [{key: each.to(DEVICE) for key, each in batch.items()} for batch in LONG_BATCHES[:4]]
+
+    def model() -> Any:
+        base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device=str(DEVICE))
+        made = tiny.attach(base, rank=16, dropout=0.0)
+        assert use_liger(made)
+        return made.train()
+
+    def train_together(model: Any) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        losses = []
+        for _ in range(14):
+            losses += [each.detach() for each in poros.accumulate(model, step)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    policy: dict[str, Any] = {"device": str(DEVICE), "adapter_kernels": "grouped"}
+    expected = train_together(poros.prepare(model(), slots=2, **policy))
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved(DEVICE)
+    bounded = model()
+    least, most = (
+        poros.plan(bounded, adapter_kernels="grouped", **shape, **room).total_num_bytes
+        for room in ({"num_slots": 2}, {"num_slots": NUM_LAYERS, "keep_last": NUM_LAYERS})
+    )
+    budget = int(1.15 * least + 0.6 * (most - least))
+    poros.prepare(bounded, vram_budget=budget, **policy)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    found = train_together(bounded)
+    held = torch.cuda.max_memory_reserved(DEVICE) - others
+    runtime = poros.runtime(bounded)
+    print(f"budget {budget}, held {held}, room {runtime.room}")
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert held <= budget and 0 < runtime.room.keep_last < NUM_LAYERS
+    assert runtime.stats()["num_joined_visits"] > 0

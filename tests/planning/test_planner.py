@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import get_peft_model
 
+import poros
 from benchmarks.models import config_of
 from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.finetune.liger import use_liger
@@ -146,6 +147,9 @@ def test_a_feed_forward_of_liger_keeps_what_its_last_projection_is_given() -> No
     before = kept()
     assert use_liger(model)
     assert kept() - before == 2 * 16 * model.config.intermediate_size * 2, "of two layers, in bf16"
+    expected = kept()
+    poros.use_adapter_kernels(model, "grouped")
+    assert kept() == expected
 
 
 def test_kinds_that_a_plan_does_not_count_are_estimated_where_steps_are_measured() -> None:

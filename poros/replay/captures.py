@@ -152,9 +152,9 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
-            if self._num_grouped > 1:  # there is memory for the graphs of all of these
-                form.put_aside()
-            if form.in_flight() is not None or not self._has_place(layer, form):
+            # There is memory for the graphs of all micro-batches that go together.
+            is_free = form.in_flight() is None or (self._num_grouped > 1 and form.put_aside())
+            if not is_free or not self._has_place(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
                 form, run = self._form_of(call, "recomputed"), beside or run
             elif self._would_lose(form):

@@ -204,21 +204,19 @@ class Form:
             return None
         return self.backward if self.kind != "kept" or self._bring_back(call) else None
 
-    def put_aside(self) -> None:
-        """Have its places free for the graph of another call, if they have that of a call now."""
-        call = self.in_flight()
+    def put_aside(self) -> bool:
+        """Have its places free for the graph of another call; whether they are, or it has none."""
+        call = self.in_flight() if self.held is not None else None
         if isinstance(call, LayerCall) and self.held is not None:
             self.held.put_aside(call)
             self.in_flight = lambda: None
+        return call is None or isinstance(call, LayerCall)
 
     def _bring_back(self, call: LayerCall) -> bool:
         """Have the graph of ``call`` in its places; whether it is there."""
         if self.in_flight() is call:
             return True
-        if self.held is None or self.held.aside(call) is None:
-            return False
-        self.put_aside()
-        if self.in_flight() is not None:
+        if self.held is None or self.held.aside(call) is None or not self.put_aside():
             return False
         self.held.bring_back(call)
         self.in_flight = ref(call)

@@ -182,8 +182,7 @@ class Rows:
             The layer's result, and the visit; None if the call is of another form.
         """
         form, forward = visit.form, _forward_of(visit, [arguments])
-        form.put_aside()
-        if forward is None or (form.held is not None and form.in_flight() is not None):
+        if forward is None or not form.put_aside():
             return None
         call = visit.call.again([hidden, *arguments.others], rng)
         if forward.has_drawn:
@@ -251,9 +250,8 @@ class Rows:
         if row is None or total is None or row.one_backward is not behind:
             return None
         if row.held is not None:
-            form.put_aside()
             calls = [each.call for each in visits]
-            if form.in_flight() is not None or not row.has_aside(row.held, calls):
+            if not form.put_aside() or not row.has_aside(row.held, calls):
                 return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]

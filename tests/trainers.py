@@ -211,6 +211,8 @@ class Arms:
     device: str = "cpu"
     model: Any = None
     """The model of the latest run."""
+    make: Callable[..., Any] = partial(make_model, **SMALL)
+    """Makes the model, of a dtype and on a device."""
 
     def run(
         self,
@@ -221,7 +223,7 @@ class Arms:
         **changes: Any,
     ) -> Trajectory:
         """Train resident, or as ``prepare`` makes it; checkpoints go to a folder of this name."""
-        model = make_model(**SMALL, dtype=self.dtype, device=self.device)
+        model = self.make(dtype=self.dtype, device=self.device)
         self.model = model if prepare is None else prepare(model, device=self.device)
         options = {
             "use_cpu": self.device == "cpu",

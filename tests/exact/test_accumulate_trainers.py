@@ -16,6 +16,7 @@ from poros.errors import UnsupportedModelError
 from tests.comparing import compare_trajectories
 from tests.loops import (
     Batch,
+    adapted,
     add_noise,
     build,
     clamp,
@@ -205,9 +206,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def few(dtype: torch.dtype, device: str) -> Model:
+    """Two adapters a layer: what the Trainer does with a group is shown."""
+    targets = ["q_proj", "down_proj"]
+    model = adapted(dtype=dtype, num_layers=3, lora_dropout=0.05, target_modules=targets)
+    return model.to(device)
+
+
 @pytest.mark.parametrize("which", OPTIONS)
 def test_the_trainer(which: str, tmp_path: Path) -> None:
-    arms = Arms(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32, make=few)
     options = {**SHORT, **OPTIONS[which]}
     expected = arms.run("resident", **options)
     found = arms.run("grouped", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)

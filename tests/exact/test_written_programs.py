@@ -470,7 +470,7 @@ def crossed() -> Iterator[tuple[str, Row]]:
         autocast = ("off", "each")[place // 2 % 2]
         step = Step(forwards=TWO, backward=backward, autocast=autocast)
         exchange = replace(step, before=(Evaluate(), EditAdapter(frozen or "lora_B", how)))
-        subject = Subject(kind=kind, frozen=frozen, dropout=0.1)
+        subject = replace(FEW, kind=kind, frozen=frozen, dropout=0.1)
         policy = Policy(keep_last=keep_last)
         program = Program(subject, policy, steps=(step, exchange, step), optimizer=optimizer)
         yield f"{optimizer}: {kind}, {frozen}, {how}, {backward}, {keep_last}", Row(program)

@@ -198,6 +198,9 @@ def rows(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
 
 
+small_model = partial(make_model, **SMALL)
+
+
 @dataclass
 class Arms:
     """Builds and runs both arms.
@@ -211,7 +214,7 @@ class Arms:
     device: str = "cpu"
     model: Any = None
     """The model of the latest run."""
-    make: Callable[..., Any] = partial(make_model, **SMALL)
+    make: Callable[..., Any] = small_model
     """Makes the model, of a dtype and on a device."""
 
     def run(

@@ -103,8 +103,8 @@ ALONE = {"gemma4_shared_kv": "layers share tensors", "mixtral": "outputs of laye
 PROGRAMS = {
     # Of dtypes, dropout and forms of the base each comes, with others.
     "nf4": program(base=training, **MIXED),
-    "dense, no dropout": program(base=partial(dense, dropout=0.0), **MIXED),
-    "dense, float32": program(base=partial(dense, dtype=FP32), **MIXED),
+    "dense, no dropout": program(base=partial(few_dense, lora_dropout=0.0), **MIXED),
+    "dense, float32": program(base=partial(few_dense, dtype=FP32), **MIXED),
     **{
         name: program(
             base=few if policy.get("share_dense") else few_dense, policy=policy, sizes=(3, 3)

@@ -6,6 +6,8 @@ The markers are declared in pyproject.toml; `cover` is explained in tests/covers
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
 
 # Read by tokenizers when it first works, so it is set before any test imports transformers.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -27,6 +29,17 @@ if not torch.cuda.is_available():
 def one_thread() -> None:
     """Run torch on one CPU thread: the number of threads changes the order of sums, and so bits."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def looked_up_once() -> Iterator[None]:
+    """Releases of libraries, and what Jinja makes of a template: a tenth of a short fine-tuning."""
+    from jinja2 import Environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poros.utils.versions.version", cache(version))
+        patch.setattr(Environment, "compile", cache(Environment.compile))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

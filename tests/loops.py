@@ -442,12 +442,13 @@ def train(
         step: list[Any] = list(map(form, micro_batches(size, generator, lengths, padded)))
         with around():
             facts += accumulated(model, step, loss, together)
-        facts += [each.grad.clone() for each in trained(model) if each.grad is not None]
+        now = trained(model)
+        facts += [each.grad.clone() for each in now if each.grad is not None]
         if clip is not None:
-            facts.append(torch.nn.utils.clip_grad_norm_(trained(model), clip))
+            facts.append(torch.nn.utils.clip_grad_norm_(now, clip))
         optimizer.step()
         optimizer.zero_grad()
-        facts += [each.detach().clone() for each in trained(model)]
+        facts += [each.detach().clone() for each in now]
         facts.append(torch.get_rng_state())
     for each in trained(model):
         facts += list(optimizer.state[each].values())

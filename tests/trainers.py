@@ -198,6 +198,9 @@ def rows(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
     return [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
 
 
+small_model = partial(make_model, **SMALL)
+
+
 @dataclass
 class Arms:
     """Builds and runs both arms.
@@ -211,6 +214,8 @@ class Arms:
     device: str = "cpu"
     model: Any = None
     """The model of the latest run."""
+    make: Callable[..., Any] = small_model
+    """Makes the model, of a dtype and on a device."""
 
     def run(
         self,
@@ -221,7 +226,7 @@ class Arms:
         **changes: Any,
     ) -> Trajectory:
         """Train resident, or as ``prepare`` makes it; checkpoints go to a folder of this name."""
-        model = make_model(**SMALL, dtype=self.dtype, device=self.device)
+        model = self.make(dtype=self.dtype, device=self.device)
         self.model = model if prepare is None else prepare(model, device=self.device)
         options = {
             "use_cpu": self.device == "cpu",

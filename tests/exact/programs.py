@@ -122,10 +122,10 @@ def turned_around(kind: Any) -> Callable[..., Any]:
 
 
 def class_with_another_forward(kind: Any, forward: Callable[..., Any]) -> Program:
-    """Steps before, while and after a class runs another forward."""
+    """Steps before a class runs another forward, the last of them replayed; then; and after."""
 
     def program(model: Model) -> object:
-        found = [train(model), train(model)]
+        found = [train(model) for _ in range(3)]
         with forward_replaced(kind, forward):
             found.append(train(model))
         return [*found, train(model)]

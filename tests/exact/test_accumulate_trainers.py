@@ -16,10 +16,10 @@ from poros.errors import UnsupportedModelError
 from tests.comparing import compare_trajectories
 from tests.loops import (
     Batch,
+    adapted,
     add_noise,
     build,
     clamp,
-    dense,
     ends_so,
     num_groups,
     reasons,
@@ -31,6 +31,8 @@ from tests.trainers import FULL, Arms, logged, rows, trainer_arguments
 
 Model = Any
 Kind = Callable[[tuple[type, ...]], type[Trainer]]
+few = partial(adapted, num_layers=3, lora_dropout=0.05, target_modules=["q_proj", "down_proj"])
+"""Two adapters a layer: what a Trainer does with a group is shown."""
 TWO_SLOTS = partial(prepare_plain, slots=2)
 NUM_STEPS = 4
 """With four micro-batches each an epoch is two steps of them."""
@@ -171,7 +173,7 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
 @pytest.mark.parametrize("which", TRAINERS)
 def test_trainers_that_act(which: str, tmp_path: Path) -> None:
     make, end = TRAINERS[which]
-    model = TWO_SLOTS(dense())
+    model = TWO_SLOTS(few(quantize=False))
 
     def run(model: Model, is_grouped: bool) -> list[torch.Tensor]:
         adapters = trained(model)
@@ -186,7 +188,7 @@ def test_trainers_that_act(which: str, tmp_path: Path) -> None:
             torch.use_deterministic_algorithms(False)
         return [each.detach().clone() for each in adapters]
 
-    assert ends_so(model, partial(run, model, True), end, lambda: run(dense(), False))
+    assert ends_so(model, partial(run, model, True), end, lambda: run(few(quantize=False), False))
 
 
 # The trainer as it is, with its logs and checkpoints.
@@ -207,7 +209,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("which", OPTIONS)
 def test_the_trainer(which: str, tmp_path: Path) -> None:
-    arms = Arms(tmp_path, torch.float32)
+    arms = Arms(tmp_path, torch.float32, make=lambda device, **dtype: few(**dtype))
     options = {**SHORT, **OPTIONS[which]}
     expected = arms.run("resident", **options)
     found = arms.run("grouped", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)

@@ -6,6 +6,7 @@ Of a model, of the user around its layers, and of whoever calls layers alone.
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -24,15 +25,16 @@ from tests.exact.recorded import (
     kept_in_a_row,
     num_joined,
     prepared_and_joined,
-    undrawn,
 )
-from tests.loops import Batch, accumulated, layers_of, own_loss, same, train
+from tests.loops import Batch, accumulated, adapted, layers_of, own_loss, same, train
 from tests.replaced import Patch
 
 Model = Any
 Layer = Callable[[int, Any], Any]
 """Calls the layer of that number."""
 Code = Callable[[Any, Layer], Any]
+undrawn = partial(adapted, num_layers=NUM_LAYERS, target_modules=["q_proj", "down_proj"])
+"""Few adapters a layer, and no random numbers: what is between layers matters."""
 
 
 def passed_on(hidden: Any, layer: Layer) -> Any:
@@ -226,20 +228,20 @@ def with_code(model: Model, code: list[Code], is_known: bool = True) -> Model:
     return model
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("loss", [own_loss, in_the_models_region])
 @pytest.mark.parametrize("which", CODES)
 def test_code_between_layers(which: str, loss: Any) -> None:
-    """It does otherwise than it did from the fourth step on, and later as it did before."""
+    """It does otherwise than it did for two steps, in which it is recorded and replayed."""
     code, error = CODES[which]
     if code is repeated and loss is in_the_models_region:
         error = UnsupportedModelError  # as without recordings: both calls share casts
 
     def run(model: Model, codes: list[Code]) -> list[torch.Tensor]:
         def between(model: Model, number: int) -> None:
-            codes.append(as_library(code if 3 <= number < 6 else passed_on))
+            codes.append(as_library(code if number in (2, 3) else passed_on))
 
-        options: Any = {**ONE_LENGTH, "sizes": (2,) * 9}
-        return train(model, between=between, loss=loss, **options)
+        return train(model, between=between, loss=loss, **ONE_LENGTH)
 
     codes: list[Code] = [passed_on]
     model = kept_in_a_row(with_code(undrawn(), codes))
@@ -251,6 +253,11 @@ def test_code_between_layers(which: str, loss: Any) -> None:
     other: list[Code] = [passed_on]
     assert same(run(model, codes), run(with_code(undrawn(), other), other))
     assert num_joined(model) > 0
+
+
+def test_a_layer_that_is_called_twice_in_a_region() -> None:
+    """The one pair of the grid whose end depends on both."""
+    test_code_between_layers("repeated", in_the_models_region)
 
 
 def test_code_of_no_library_has_its_layers_run_one_by_one() -> None:

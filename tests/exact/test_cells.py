@@ -53,6 +53,8 @@ OFF, FP32 = {"self_check": "off"}, {"dtype": "float32"}
 FEW = {"targets": "qv"}
 """Adapters, where it is another part of the model that moves."""
 HOSTILE = {"streams": "adversarial"}
+ONE = {"accumulation": 1}
+"""Where each read of an operator is looked at, of a pass at a time."""
 WATCHED = {"streams": "watched", **OFF}
 HOST_INPUTS = {"offload_boundaries": True}
 # From two slots to everything resident with all layers kept; inputs on the device or on the host.
@@ -71,19 +73,19 @@ SCALED = {"slots": 4, "keep_last": 4}
 
 
 def cells() -> Iterator[Program]:
-    yield program("mixtral", Policy(**WATCHED))
+    yield program("mixtral", Policy(**WATCHED), **ONE)
     # The last two of its layers reuse the states of others.
     yield program("gemma4_shared_kv", Policy(**HOSTILE, block_size=2), num_layers=5)
     # Five layers, so that the last block is a short one; all of them in one block at the end.
     for size, slots in ((1, 5), (2, 3), (5, 3)):
         policy = Policy(**WATCHED, block_size=size, slots=slots)
-        yield program(policy=policy, num_layers=5, **FEW)
+        yield program(policy=policy, num_layers=5, **FEW, **ONE)
     yield program(policy=Policy(slots=3, keep_last=9), **FP32, **FEW)  # more than there are
     for policy in (Policy(), Policy(**WATCHED, **HOST_INPUTS)):
         yield program(policy=policy, autocast="each", **FP32)
     # Gemma 4 has an embedding for each layer in one matrix, and scales it; its other one is tied.
     embedding, head = {"stream_embedding": True}, {"stream_head": True}
-    yield program("gemma4", Policy(**embedding, **WATCHED))
+    yield program("gemma4", Policy(**embedding, **WATCHED), **ONE)
     yield program(policy=Policy(**embedding, **HOSTILE, **SCALED), **FEW)
     yield program(policy=Policy(**embedding), autocast="each", **FP32, **FEW)
     # The loss in slices, against a resident run with the same loss: the head resident or in host
@@ -91,7 +93,7 @@ def cells() -> Iterator[Program]:
     sliced = {"loss": "chunked"}
     yield from (program(name, Policy(**sliced)) for name in ("mixtral", "gemma4"))
     yield program("mixtral", Policy(**sliced, **head, **HOSTILE))
-    yield program("gemma4", Policy(**sliced, **head, **WATCHED))
+    yield program("gemma4", Policy(**sliced, **head, **WATCHED), **ONE)
     yield program(policy=Policy(**sliced, **head, **HOSTILE, **SCALED), **FEW)
     yield program(policy=Policy(**sliced, **head, **embedding, **HOSTILE), **FP32, **FEW)
     yield program(policy=Policy(**sliced, **head), autocast="each", **FP32, **FEW)

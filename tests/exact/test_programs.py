@@ -49,13 +49,13 @@ class Row(NamedTuple):
     policy: dict[str, Any] = {}  # noqa: RUF012
     replays: bool = True
     """Whether visits of some layers may be replayed."""
-    is_longer: bool = False
-    """Whether the program has several steps, so that it runs once less."""
+    num_fewer: int = 0
+    """How many times less it runs, as the program has several steps."""
 
     @property
     def num_times(self) -> int:
         """The first shows what is to be recorded, the second proves it, the third replays it."""
-        return 2 + self.replays - self.is_longer
+        return 2 + self.replays - self.num_fewer
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
@@ -93,7 +93,7 @@ def losses() -> Iterator[tuple[str, Row]]:
     score = S.reading("AutoModelForSequenceClassification")
     yield "a classifier", Row(P.classify, score)  # reward models: ``test_trl``
     # A run has four forwards, which are enough to replay some.
-    yield "embeddings", Row(P.contrast, S.reading("AutoModel", "gemma3"), is_longer=True)
+    yield "embeddings", Row(P.contrast, S.reading("AutoModel", "gemma3"), num_fewer=1)
 
 
 def surroundings() -> Iterator[tuple[str, Row]]:
@@ -105,9 +105,9 @@ def surroundings() -> Iterator[tuple[str, Row]]:
     yield "another autocast around backward", Row(P.one_step(bf16, P.fp16))
     for kind in (Qwen2DecoderLayer, Qwen2MLP, nn.Linear):
         program = P.class_with_another_forward(kind, P.turned_around(kind))
-        yield f"another forward of {kind.__name__}", Row(program, full, is_longer=True)
+        yield f"another forward of {kind.__name__}", Row(program, full, num_fewer=2)
     program = P.class_with_another_forward(Qwen2MLP, nn.Identity.forward)
-    yield "a library's other forward of Qwen2MLP", Row(program, full, is_longer=True)
+    yield "a library's other forward of Qwen2MLP", Row(program, full, num_fewer=2)
     for name, (program, replays) in P.IN_REGIONS.items():
         yield f"an adapter under autocast: {name}", Row(program, S.FP32_DENSE, replays=replays)
 
@@ -146,7 +146,7 @@ def evaluations() -> Iterator[tuple[str, Row]]:
     for (name, mode), subject in product(MODES.items(), (S.PLAIN, S.FP32)):
         program = partial(P.evaluated_under_autocast, mode=mode)
         name = f"evaluations under autocast, {name}, {'fp32' if subject is S.FP32 else 'bf16'}"
-        yield name, Row(program, subject, replays=subject is S.PLAIN, is_longer=True)
+        yield name, Row(program, subject, replays=subject is S.PLAIN, num_fewer=1)
     for name, options in {
         "without a cache": {"use_cache": False},
         "samples": {"do_sample": True, "top_k": 0},
@@ -195,7 +195,7 @@ def test_a_program_whose_visits_are_replayed_is_exact(row: Row) -> None:
     assert changes(expected, observe(model, program)) == {}
     captures = poros.runtime(model).captures
     assert captures and (captures.num_replays > 0) == row.replays
-    assert row.replays or row.is_longer or not captures.num_recorded
+    assert row.replays or row.num_fewer or not captures.num_recorded
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,6 +15,7 @@ import pytest
 
 from poros.replay.routing import Terms
 from poros.replay.uses import Uses
+from tests.covers import with_slow
 from tests.replaced import Patch, Plant, in_place_of
 from tests.support import same_bits
 from tools.fuzz import campaign
@@ -182,6 +183,8 @@ TWO = (Forward(), Forward(batch=1))
 DENSE, DROPOUT = Subject(quantize=False), Subject(dropout=0.2)
 FEW, FEW_DROPOUT = Subject(targets="qv"), Subject(targets="qv", dropout=0.2)
 """Where it does not matter what is adapted: half the time."""
+MLP = Subject(targets="mlp")
+"""Where hooks are on feed-forwards."""
 KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 HOOKS = (*KINDS, *(f"global_{kind}" for kind in KINDS))
 NOISE = (
@@ -307,11 +310,14 @@ def regions() -> Iterator[tuple[str, Row]]:
 def hooks() -> Iterator[tuple[str, Row]]:
     for place, kind in enumerate(HOOKS):
         hook = Hook(kind, "scale", layer=1, part="mlp")
-        yield f"a hook: {kind}", row(hook)
+        yield f"a hook: {kind}", row(hook, subject=MLP)
         if place % 2 == 0:
-            yield f"a hook added: {kind}", row(between=(hook,), end=REFUSED)
+            yield f"a hook added: {kind}", row(between=(hook,), end=REFUSED, subject=MLP)
         else:
-            yield f"a hook removed: {kind}", row(hook, between=(Unhook(),), end=REFUSED)
+            yield (
+                f"a hook removed: {kind}",
+                row(hook, between=(Unhook(),), end=REFUSED, subject=MLP),
+            )
     parts = ("self_attn", "self_attn.q_proj", "input_layernorm", "mlp.down_proj.lora_A.default")
     for part, kind in zip(parts, cycle(KINDS[2:]), strict=False):
         yield f"a hook: {kind} of {part}", row(Hook(kind, "scale", layer=1, part=part))
@@ -470,7 +476,7 @@ def crossed() -> Iterator[tuple[str, Row]]:
         autocast = ("off", "each")[place // 2 % 2]
         step = Step(forwards=TWO, backward=backward, autocast=autocast)
         exchange = replace(step, before=(Evaluate(), EditAdapter(frozen or "lora_B", how)))
-        subject = Subject(kind=kind, frozen=frozen, dropout=0.1)
+        subject = replace(FEW, kind=kind, frozen=frozen, dropout=0.1)
         policy = Policy(keep_last=keep_last)
         program = Program(subject, policy, steps=(step, exchange, step), optimizer=optimizer)
         yield f"{optimizer}: {kind}, {frozen}, {how}, {backward}, {keep_last}", Row(program)
@@ -479,6 +485,11 @@ def crossed() -> Iterator[tuple[str, Row]]:
 TABLES = (backwards, losses, surroundings, adapters, regions, hooks, together, exchanges, edits)
 TABLES += (later, in_turn, managed, heads, crossed)
 ROWS = {name: each for table in TABLES for name, each in table()}
+APART = [
+    f"{way}, {replace(DENSE, kind=kind)}"
+    for way, kind in product(("several", "in evaluation mode"), ("lora_bias", "dora"))
+]
+"""Rows of ``regions`` whose way comes with LoRA, and whose kind in a plain region."""
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -497,7 +508,7 @@ WAYS = {
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", with_slow(ROWS, APART))
 def test_a_program(name: str, way: str, judge: campaign.Judge) -> None:
     (program, end), (policy, num_times) = ROWS[name], WAYS[way]
     policy = replace(program.policy, **policy)
@@ -560,7 +571,7 @@ def resident(program: Program, models: Models) -> Record:
 
 def test_control_hooks_change_what_is_computed() -> None:
     models = Models()
-    plain = resident(Program(), models).entries
+    plain = resident(Program(MLP), models).entries
     for kind in HOOKS:
         found = resident(ROWS[f"a hook: {kind}"].program, models).entries
         assert any(not same_bits(one[1], other[1]) for one, other in zip(plain, found, strict=True))

@@ -17,7 +17,7 @@ from torch import nn
 import poros
 from poros.errors import PreparedModelError
 from tests.comparing import assert_same_run, changes, picture
-from tests.loops import batches, build, layers_of, resident_run, run
+from tests.loops import adapted, batches, build, layers_of, resident_run, run
 from tests.support import prepare_plain
 
 LEVELS: dict[str, Callable[[Any], nn.Module]] = {
@@ -278,7 +278,7 @@ def test_compiling_layers_and_what_holds_them_is_refused() -> None:
 @pytest.mark.usefixtures("compiled_anew")
 def test_a_graph_around_the_layers_is_refused() -> None:
     batch = batches()[0]
-    model = prepare_plain(build(dropout=0.0)).train()
+    model = prepare_plain(adapted(target_modules=["q_proj"]))
     compiled = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -213,7 +213,7 @@ Ran = tuple[Trained, dict[str, Any]]
 
 def packed(model: Path, data: Path, out: Path, **more: Any) -> Ran:
     made, make = list[Any](), runs._model
-    common = {"training__max_length": 64, "training__max_steps": 3, "training__learning_rate": 1e-3}
+    common = {"training__max_length": 64, "training__max_steps": 2, "training__learning_rate": 1e-3}
     common["training__gradient_accumulation_steps"] = 2
     source = {"model__source": model, "data__source": data / "text.jsonl"}
     with pytest.MonkeyPatch.context() as patch:

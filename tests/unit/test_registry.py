@@ -212,6 +212,7 @@ def test_families_are_looked_at_in_each_way(monkeypatch: pytest.MonkeyPatch) -> 
     """In few steps, visits replayed among them. Control: other adapters."""
     monkeypatch.setattr(tiny, "make_model", make_model)
     monkeypatch.setattr(ways, "NUM_STEPS", 3)
+    monkeypatch.setattr(ways, "NUM_TOGETHER", 2)
     numbers = re.fullmatch(r"equal \(visits replayed: \[([\d, ]+)\]\)", ways.look("qwen2", "cpu"))
     assert numbers and all(int(each) > 0 for each in numbers[1].split(","))
     assert len(numbers[1].split(",")) == len(ways.WAYS)

@@ -452,6 +452,8 @@ class Group(InPlace):
         # loss uses it too, one after the other sums both before they are added to what is there.
         running = self._seen_back = self._running
         if running is None:
+            if self._why_apart(roots, wanted, set(map(id, self._trained))) is not None:
+                self._asked()  # by code between two micro-batches: the earlier ones come first
             return
         is_turn = running is self._turn
         inside = self._in_layers.union(map(id, running.leaves_below()))

@@ -420,18 +420,21 @@ class _Formula:
         # Ahead of losses that share the head's slices: hidden states, and their sums in float32.
         shares_head = self.together > 1 and self._streamed_head() is not None
         ahead = 3 * cost.boundary * self.together * shares_head
+        # Copies of the graphs of micro-batches that go together stay.
+        copies = graphs[-1] if self.together > 1 and self.choice.replays else 0
         yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak + ahead
-        yield adapters, 0, 0, self.optimizer.temporaries
+        yield adapters, 0, copies, self.optimizer.temporaries
         for index, layer in enumerate(cost.layers):
             gradients = before or self.gradients_above[index]
             boundaries = self._boundaries(min(index + 1, first_kept), offload)
             workspace = layer.peak - layer.dense if self.dense_weight else layer.peak
             if index < first_kept:
-                yield gradients, boundaries, 0, workspace
+                yield gradients, boundaries, copies, workspace
             else:
                 # Its output went with the graph of the layer behind it.
                 workspace -= layer.saved + cost.boundary
-                yield gradients, boundaries, graphs[index - first_kept + 1], workspace
+                there = max(copies, graphs[index - first_kept + 1])
+                yield gradients, boundaries, there, workspace
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Return the same while a layer is checked, without the optimizer's."""

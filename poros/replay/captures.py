@@ -152,11 +152,14 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
+            is_seen = any(hasattr(each, "is_watched") for each in call.parameters)
+            if not is_seen and self._in_the_way(layer, form) is not None:
+                run = beside or run  # the other form's recording has memory for the graph
             # There is memory for the graphs of all micro-batches that go together.
             is_free = form.in_flight() is None or (self._num_grouped > 1 and form.put_aside())
             if not is_free or not self._has_place(layer, form):
                 # The device computes it twice then: less than the host takes to run it once.
-                form, run = self._form_of(call, "recomputed"), beside or run
+                form = self._form_of(call, "recomputed")
             elif self._would_lose(form):
                 form.clear()
                 self._num_wasted[layer.index] += 1
@@ -419,13 +422,13 @@ class Captures:
                     torch.cuda.empty_cache()  # replayed visits cannot have what others left
                 has_given_back = True
                 self._record(layer, form)
-        self._join(layers)
+        has_joined = self._join(layers)
         self.segments.join(layers, self._forms)
         made = self.num_recorded - num_before
         if made:
             took = time.perf_counter() - begun
             logger.info("poros: recorded %d calls of layers as CUDA graphs in %.1f s", made, took)
-        return made > 0
+        return made > 0 or has_joined
 
     def _wanted(self, layers: Sequence[LayerBody], is_group: bool) -> list[tuple[LayerBody, Form]]:
         found, of_others = [], _LEAST_REPLAYS if is_group else _LEAST_VISITS + 1
@@ -475,16 +478,18 @@ class Captures:
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             self._refuse(layer, form, "cannot be recorded: " + str(error).partition("\n")[0])
 
-    def _join(self, layers: Sequence[LayerBody]) -> None:
-        """Join what is recorded of forms that come in rows."""
+    def _join(self, layers: Sequence[LayerBody]) -> bool:
+        """Join what is recorded of forms that come in rows; whether that took memory for graphs."""
+        has_taken = False
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
-                    self.rows.join(form)
+                    has_taken |= self.rows.join(form)
                 except RuntimeError as error:
                     reason = str(error).partition("\n")[0]
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
+        return has_taken
 
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None

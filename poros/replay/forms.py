@@ -207,10 +207,16 @@ class Form:
     def put_aside(self) -> bool:
         """Have its places free for the graph of another call; whether they are, or it has none."""
         call = self.in_flight() if self.held is not None else None
-        if isinstance(call, LayerCall) and self.held is not None:
+        if call is None or self.held is None:
+            return True
+        if not isinstance(call, LayerCall):
+            return False
+        try:
             self.held.put_aside(call)
-            self.in_flight = lambda: None
-        return call is None or isinstance(call, LayerCall)
+        except torch.OutOfMemoryError:
+            return False
+        self.in_flight = lambda: None
+        return True
 
     def _bring_back(self, call: LayerCall) -> bool:
         """Have the graph of ``call`` in its places; whether it is there."""

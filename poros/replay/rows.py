@@ -41,7 +41,8 @@ from poros.stream.rng import RngStash
 _MOST_BYTES = 2**26
 """Of the hidden states of a row. There is memory for these twice."""
 _MOST_ROWS = 4
-"""Of one form: numbers of micro-batches that are joined."""
+"""Of one form: numbers of micro-batches that are joined. One of layers that keep their graphs, of
+which each has copies."""
 _LEAST_ROWS = 4
 """Of one form, before it is joined: the first steps move blocks, and all is recorded anew."""
 
@@ -244,7 +245,8 @@ class Rows:
         if behind is None or not _may_be_together(visits, gradients[0]):
             return None
         form.num_rows[number] += 1
-        if form.num_rows[number] == _LEAST_ROWS and len(form.rows) < _MOST_ROWS:
+        most = _MOST_ROWS if form.held is None else 1
+        if form.num_rows[number] == _LEAST_ROWS and len(form.rows) < most:
             form.rows.setdefault(number, None)
         row, total = form.rows.get(number), sums.total_of(behind)
         if row is None or total is None or row.one_backward is not behind:
@@ -260,6 +262,7 @@ class Rows:
             with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
                 if row.held is None:
                     row.fill(behind, sources)
+                behind.given.forget()  # what arrived for the last call is there then
                 row.fill_gradients(gradients, total)
                 row.backward.replay()
                 total.copy_(row.total)
@@ -273,16 +276,21 @@ class Rows:
 
     # ------------------------------------------------------------------- joining
 
-    def join(self, form: Form) -> None:
+    def join(self, form: Form) -> bool:
         """Join what is recorded of ``form``, where that is wanted and can be.
+
+        Returns:
+            Whether that took memory for graphs.
 
         Raises:
             RuntimeError: If the device cannot.
         """
-        for number in [each for each, made in form.rows.items() if made is None]:
+        wanted = [each for each, made in form.rows.items() if made is None]
+        for number in wanted:
             form.rows[number] = self._joined(form, number)
             if form.rows[number] is None:
                 del form.rows[number]
+        return bool(wanted) and form.held is not None
 
     def _joined(self, form: Form, number: int) -> Row | None:
         forward, backward = form.forward, form.backward

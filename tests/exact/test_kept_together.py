@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import poros
+from poros.accumulation.distributed import Ranks
+from poros.accumulation.loop import Samples, Step
+from poros.model.runtime import find_runtime
 from poros.replay.forms import HeldGraph
 from poros.replay.rows import Row
 from tests.exact.recorded import on_tapes
@@ -56,6 +59,30 @@ def behind_a_loss(model: Model, together: bool = True, num_steps: int = 9) -> Fa
     return facts
 
 
+def between_two(model: Model, together: bool = True) -> Facts:
+    """A loss from before has its backward behind the second micro-batch, as by a callback."""
+    facts: Facts = []
+    generator = torch.Generator().manual_seed(2)
+
+    def run(batch: Any) -> torch.Tensor:
+        value = own_loss(model, batch)
+        value.backward()
+        return value.detach()
+
+    for _ in range(9):
+        waiting, *others = micro_batches(5, generator, (12,))
+        loss = own_loss(model, waiting)
+        samples = Samples(others)
+        step = Step(lambda: find_runtime(model), Ranks(model), run, [own_loss])
+        for number, batch in enumerate(others):
+            facts.append(samples.take(step, number == 3) if together else run(batch))
+            if number == 1:
+                loss.backward()
+        facts += [each.grad.clone() for each in trained(model)]
+        model.zero_grad()
+    return facts
+
+
 def behind_an_error(model: Model, together: bool = True) -> Facts:
     """The loss of a third one is not computed; whoever has the error has what was on its way."""
     facts = train(model, together, **OFTEN)
@@ -82,6 +109,7 @@ RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "all": (partial(train, **OFTEN), few, ALL),
     "the last": (partial(train, **OFTEN), few, LAST),
     "dropout": (partial(train, **OFTEN), DROPOUT, ALL),
+    "two numbers": (partial(train, sizes=(4, 3) * 6, lengths=(12,)), few, ALL),
     "two lengths": (partial(train, sizes=(5,) * 6, lengths=(12, 12, 9, 12, 9)), DROPOUT, ALL),
     "grouped products": (
         *(partial(train, loss=in_autocast, **OFTEN), TO_GROUP),
@@ -89,6 +117,7 @@ RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     ),
     "behind a loss": (behind_a_loss, few, ALL),
     "behind a loss, dropout": (behind_a_loss, DROPOUT, ALL),
+    "between two": (between_two, few, ALL),
     "behind an error": (behind_an_error, few, ALL),
 }
 

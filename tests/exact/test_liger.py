@@ -1,6 +1,7 @@
 """Liger's kernels in streamed layers, in Triton's interpreter: the bits of a resident model's."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
@@ -177,9 +178,12 @@ def test_another_activation_is_computed_as_it_is() -> None:
     assert torch.equal(*found)
 
 
-def test_a_plan_is_that_of_the_model_without_them() -> None:
+def test_a_plan_is_that_of_the_model_without_them_but_for_what_feed_forwards_keep() -> None:
     """Its code runs on the meta device, where Liger's kernels cannot."""
     model, other = model_of(), model_of()
     use_liger(model.get_base_model())
     request = PlanRequest.of(seq_len=32, batch_size=2)
-    assert Planner(model).plan(request) == Planner(other).plan(request)
+    found, expected = (Planner(each).plan(request) for each in (model, other))
+    more = {term for term, size in found.terms.items() if size != expected.terms[term]}
+    assert more <= {"workspace", "recordings"}
+    assert replace(found, terms=expected.terms, step_ms=expected.step_ms) == expected

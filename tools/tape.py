@@ -44,7 +44,8 @@ class TapeRecorder(Recorder):
 
     def memory_of(self, recording: Recording) -> list[torch.Tensor]:
         made = recording.tape._made if isinstance(recording, _TapeRecording) else ()
-        return [each.data for each in made]
+        storages = {_place_of(each): each.untyped_storage() for each in made if not each.is_meta}
+        return [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages.values()]
 
     def join(self, recordings: Sequence[Recording]) -> Recording:
         return _Joined([each.tape for each in recordings if isinstance(each, _TapeRecording)])

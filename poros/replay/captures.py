@@ -152,12 +152,12 @@ class Captures:
             return run()
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
-            is_seen = any(hasattr(each, "is_watched") for each in call.parameters)
-            if not is_seen and self._in_the_way(layer, form) is not None:
+            other = None if form.forward is not None else self._in_the_way(layer, form)
+            if other is not None and not any(hasattr(p, "is_watched") for p in call.parameters):
                 run = beside or run  # the other form's recording has memory for the graph
             # There is memory for the graphs of all micro-batches that go together.
             is_free = form.in_flight() is None or (self._num_grouped > 1 and form.put_aside())
-            if not is_free or not self._has_place(layer, form):
+            if not is_free or (other is not None and not self._has_place(layer, form)):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")
             elif self._would_lose(form):

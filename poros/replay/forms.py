@@ -73,16 +73,17 @@ class HeldGraph:
 
     Attributes:
         inputs, results: Of the recorded forward.
-        places: All memory that the graph is in.
+        places: All memory that the graph is in: flat, of one dtype.
     """
 
     def __init__(self, inputs: Tensors, results: Tensors, places: Sequence[torch.Tensor]) -> None:
         self.inputs, self.results, self.places = inputs, results, places
         self._aside: WeakKeyDictionary[object, Sequence[torch.Tensor]] = WeakKeyDictionary()
 
-    def room(self) -> list[torch.Tensor]:
-        """Memory for a copy."""
-        return [torch.empty_like(each) for each in self.places]
+    def room(self) -> Sequence[torch.Tensor]:
+        """Memory for a copy, in one piece."""
+        sizes = [len(each) for each in self.places]
+        return self.places[0].new_empty(sum(sizes)).split(sizes)
 
     def note_aside(self, call: object, copies: Sequence[torch.Tensor]) -> None:
         """The graph of ``call`` is in these from now on."""

@@ -32,8 +32,8 @@ eight micro-batches of 2048 tokens through 8 layers of a 32B model (2.0e12), 0.9
 
 SAVED_TOGETHER = 2 / 3
 """Part of the time of a recomputation that a kept graph saves if micro-batches go together: it is
-copied out and back. On an H200 the kernels of eight micro-batches of 512 tokens took 286 ms instead
-of 336 in a 7B model, 25 of them for the copies."""
+copied out and back. An estimate: on an H200 the kernels of eight micro-batches of 512 tokens took
+286 ms instead of 336 in a 7B model, and some 25 of these may be for the copies."""
 
 _ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
@@ -65,7 +65,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def memory_of(self, recording: Recording) -> list[torch.Tensor]:
-        """All that one which is held has left for another to read, at its addresses."""
+        """All that one which is held has left for another to read: flat, of one dtype."""
 
     @abstractmethod
     def join(self, recordings: Sequence[Recording]) -> Recording | None:

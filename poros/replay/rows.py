@@ -73,7 +73,6 @@ class Row:
         (self.total,) = memory.of("sums of a row", [Spec.of(piece)]).tensors
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
-        self.held = form.held
         self.aside = [form.held.room() for _ in range(number + 1)] if form.held else []
         self._waiting: WeakSet[LayerCall] = WeakSet()
         """The calls whose graphs are in these copies, until their backward."""
@@ -211,11 +210,12 @@ class Rows:
         forward = None if row is None else _forward_of(visit, arguments)
         if row is None or forward is None:
             return None
-        if row.held is not None:
-            if visit.form.in_flight() is not visit.call:
+        form, held = visit.form, visit.form.held
+        if held is not None:
+            if form.in_flight() is not visit.call:
                 return None
-            visit.form.in_flight = lambda: None  # its graph gives way to those of the others
-            row.have_aside(row.held)
+            form.in_flight = lambda: None  # its graph gives way to those of the others
+            row.have_aside(held)
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
             row.fill(forward, sources)
@@ -225,10 +225,10 @@ class Rows:
         for source, result, rng in zip(sources, results, rngs, strict=True):
             call = visit.call.again(source, rng)
             call.note_end_as(rng)
-            found.append((visit.form.facts.result_of([result]), visit.again(call, source)))
-        if row.held is not None:
-            row.have_aside(row.held, [visit.call, *(each.call for _, each in found)])
-        self._note_joined(visit.form, len(found))
+            found.append((form.facts.result_of([result]), visit.again(call, source)))
+        if held is not None:
+            row.have_aside(held, [visit.call, *(each.call for _, each in found)])
+        self._note_joined(form, len(found))
         return found
 
     def backward(
@@ -251,16 +251,16 @@ class Rows:
         row, total = form.rows.get(number), sums.total_of(behind)
         if row is None or total is None or row.one_backward is not behind:
             return None
-        if row.held is not None:
+        if form.held is not None:
             calls = [each.call for each in visits]
-            if not form.put_aside() or not row.has_aside(row.held, calls):
+            if not form.put_aside() or not row.has_aside(form.held, calls):
                 return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]
             for visit in visits:
                 visit.release()
             with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
-                if row.held is None:
+                if form.held is None:
                     row.fill(behind, sources)
                 behind.given.forget()  # what arrived for the last call is there then
                 row.fill_gradients(gradients, total)
@@ -304,7 +304,7 @@ class Rows:
             return None
         row = Row(form, self._memory, number, piece)
         (result,) = forward.gives.tensors
-        own = () if row.held is None else row.held.places
+        own = () if form.held is None else form.held.places
         saved = [self.links.copies(copies, own) for copies in row.aside]
         brought_back = [self.links.copies(own, copies) for copies in row.aside[1:]]
         forwards, backwards = saved[:1], list[Recording]()

@@ -21,19 +21,20 @@ from poros.errors import PorosError, UnsupportedModelError
 from tests.exact.recorded import (
     NUM_LAYERS,
     ONE_LENGTH,
+    few,
     in_the_models_region,
     kept_in_a_row,
     num_joined,
     prepared_and_joined,
 )
-from tests.loops import Batch, accumulated, adapted, layers_of, own_loss, same, train
+from tests.loops import Batch, accumulated, layers_of, own_loss, same, train
 from tests.replaced import Patch
 
 Model = Any
 Layer = Callable[[int, Any], Any]
 """Calls the layer of that number."""
 Code = Callable[[Any, Layer], Any]
-undrawn = partial(adapted, num_layers=NUM_LAYERS, target_modules=["q_proj", "down_proj"])
+undrawn = partial(few, num_layers=NUM_LAYERS)
 """Few adapters a layer, and no random numbers: what is between layers matters."""
 
 

@@ -18,11 +18,11 @@ from poros.accumulation.loop import Samples, Step
 from poros.model.runtime import find_runtime
 from poros.replay.forms import HeldGraph
 from poros.replay.rows import Row
+from tests.exact.recorded import few as recorded_few
 from tests.exact.recorded import on_tapes
 from tests.loops import (
     Subject,
     accumulated,
-    adapted,
     in_autocast,
     micro_batches,
     own_loss,
@@ -39,7 +39,7 @@ OTHER_BITS = "a recording gave other bits"
 ALL = {"slots": 3, "keep_last": 3}
 LAST = {"slots": 3, "keep_last": 1}
 OFTEN: Any = {"sizes": (4,) * 9, "lengths": (12,)}
-few: Subject = partial(adapted, num_layers=3, target_modules=["q_proj", "down_proj"])
+few: Subject = partial(recorded_few, num_layers=3)
 DROPOUT: Subject = partial(few, lora_dropout=0.05, quantize=False)
 TO_GROUP: Subject = partial(few, target_modules=["q_proj", "k_proj", "v_proj"])
 
@@ -155,7 +155,8 @@ def stays_aside(first: int, monkeypatch: Patch) -> None:
 
 
 def copies_nothing(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(TapeRecorder, "memory_of", lambda self, recording: [])
+    other = torch.zeros(1, dtype=torch.uint8)
+    monkeypatch.setattr(TapeRecorder, "memory_of", lambda self, recording: [other])
 
 
 @pytest.mark.parametrize("fault", [partial(stays_aside, 0), copies_nothing])

@@ -97,6 +97,21 @@ def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
     assert step_ms(1, rate) == pytest.approx(6 * block + (2 * products + head) / rate)
 
 
+def test_recorded_graphs_of_micro_batches_together_are_copies_that_stay() -> None:
+    """Beside the optimizer's temporaries too; and each recording has one graph of its own."""
+    shapes = replace(SHAPES, adapter_sizes=[(10**6, 4 * 10**6)])
+    room: dict[str, Any] = {"shapes": shapes, "optimizer": "adamw_torch", "num_slots": 8}
+    room |= {"micro_batches": 4, "accumulation": 4}
+    layer, graphs = COST.layers[0], 4 * 4 * (COST.layers[0].saved + COST.layers[0].kept_input)
+    recomputed, recorded, ran = (
+        plan(**room, keep_last=kept, cuda_graphs=replays).terms
+        for kept, replays in ((0, True), (4, True), (4, False))
+    )
+    assert (recorded["kept graphs"], ran["kept graphs"]) == (graphs, 0)
+    own, inputs = 4 * (layer.saved + COST.boundary), 4 * 4 * COST.boundary
+    assert recorded["recordings"] - recomputed["recordings"] == own + inputs
+
+
 def test_sizes_and_rates_are_read_or_refused() -> None:
     sizes = {"8GiB": 8 * 2**30, "8 GB": 8 * 10**9, "1.5gib": 3 * 2**29, 512: 512, "100": 100}
     sizes |= {"24G": 24 * 10**9, "24Gi": 24 * 2**30, "24 gib": 24 * 2**30, "3m": 3 * 10**6}

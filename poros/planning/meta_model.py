@@ -97,6 +97,7 @@ class Recipe:
         dtype: torch.dtype = torch.bfloat16,
         adapter_dtype: torch.dtype | None = None,
         vision: str = "keep",
+        use_liger_kernel: bool = False,
     ) -> "Recipe":
         """Make a recipe from a configuration, or from a folder or hub name, as ``poros.plan`` does.
 
@@ -131,6 +132,7 @@ class Recipe:
             vision=vision,
             on_language_model=lora is None,
             model_class=model_class,
+            has_liger=use_liger_kernel,
         )
 
     @classmethod

@@ -59,6 +59,7 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     adapter_dtype: torch.dtype | None = None,
     vision: str = "keep",
+    use_liger_kernel: bool = False,
     accumulation: int = 1,
     micro_batches: int = 1,
     **others: Any,
@@ -81,6 +82,8 @@ def plan(
         dtype: Dtype of the tensors that are not quantized.
         vision: As in ``poros.load``: whether to count towers for images and sound.
         adapter_dtype: Dtype of the adapters; None is PEFT's choice, float32. A model has its own.
+        use_liger_kernel: Whether the model will have Liger's kernels, whose feed-forwards keep more
+            for backward. Of a model in memory it is known.
         accumulation: Micro-batches per optimizer step.
         micro_batches: Number of these that go through the blocks together.
         **others: Fields of ``StreamingPolicy``, such as ``vram_budget``, with ``slots`` as
@@ -103,6 +106,7 @@ def plan(
         dtype=dtype,
         adapter_dtype=adapter_dtype,
         vision=vision,
+        use_liger_kernel=use_liger_kernel,
     )
     request = PlanRequest.of(
         seq_len=seq_len,
@@ -120,8 +124,8 @@ class Planner:
     Args:
         source: As for ``plan``. A model is not kept alive; if its adapters have changed since the
             last plan (others, other dtypes, others trained), they are computed again.
-        **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype`` and
-            ``vision`` of ``plan``; of a model ``counts_all`` of ``Recipe``.
+        **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype``, ``vision``
+            and ``use_liger_kernel`` of ``plan``; of a model ``counts_all`` of ``Recipe``.
     """
 
     def __init__(
@@ -143,10 +147,11 @@ class Planner:
         """Return a planner of the model in memory that this one's configuration has become.
 
         What is known of that is kept, if the model is as it was planned: with the same modules,
-        attention and parameters, in shape and dtype, trained or not.
+        attention, kernels of Liger and parameters, in shape and dtype, trained or not.
         """
         found = Planner(model, **of_model)
-        if self._known is not None and _form_of(self._known.model) == _form_of(model):
+        is_same = self._recipe.has_liger == found._recipe.has_liger
+        if is_same and self._known is not None and _form_of(self._known.model) == _form_of(model):
             found._known = self._known
         return found
 

@@ -137,19 +137,23 @@ def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
 
 def test_a_feed_forward_of_liger_keeps_what_its_last_projection_is_given() -> None:
     pytest.importorskip("liger_kernel")
-    model = model_of(target_modules=["down_proj"])
+    model, adapters = model_of(target_modules=["down_proj"]), lora(target_modules=["down_proj"])
+    request = PlanRequest.of(seq_len=16, num_slots=2, keep_last=2)
+    more = 2 * 16 * model.config.intermediate_size * 2  # of two layers, in bf16
 
-    def kept() -> int:
-        found = plan(model, seq_len=16, num_slots=2, keep_last=2)
+    def kept(planner: Planner) -> int:
+        found = planner.plan(request)
         assert found.keep_last == 2
         return found.terms["kept graphs"]
 
-    before = kept()
+    earlier = Planner(model)
+    before = kept(earlier)
     assert use_liger(model)
-    assert kept() - before == 2 * 16 * model.config.intermediate_size * 2, "of two layers, in bf16"
-    expected = kept()
+    assert kept(Planner(model)) == kept(earlier.for_model(model)) == before + more
     poros.use_adapter_kernels(model, "grouped")
-    assert kept() == expected
+    assert kept(Planner(model)) == before + more
+    alone = [Planner(model.config, lora=adapters, use_liger_kernel=each) for each in (False, True)]
+    assert kept(alone[1]) == kept(alone[0]) + more
 
 
 def test_kinds_that_a_plan_does_not_count_are_estimated_where_steps_are_measured() -> None:

@@ -139,7 +139,7 @@ class MeasuredSizer(Sizer):
         estimate: See ``Estimate``.
         held: Returns the bytes on the device that belong to the model, its slots included.
         model: Returns the model; None once it is gone.
-        will_record: Returns whether visits are to be recorded and none is yet.
+        terms_to_come: Returns the terms of an estimate for what is not there yet.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class MeasuredSizer(Sizer):
         memory: DeviceMemory,
         held: Callable[[], int],
         model: Callable[[], nn.Module | None],
-        will_record: Callable[[], bool] = lambda: False,
+        terms_to_come: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         super().__init__(policy, estimate)
         self._is_given = self.budget is not None
@@ -160,7 +160,7 @@ class MeasuredSizer(Sizer):
         self._memory = memory
         self._held = held
         self._model = model
-        self._will_record = will_record
+        self._terms_to_come = terms_to_come
         self._others_num_bytes = 0
         """Bytes that this process held when the first step began, without the model."""
         self._beyond: int | None = None
@@ -316,9 +316,7 @@ class MeasuredSizer(Sizer):
         found = 0
         for shape in self._seen:
             plan = self._estimate(shape, None, Wanted(*room), False, self.replays)
-            unused = () if self.shares_dense else ("dense layer",)
-            if self._will_record():
-                unused = (*unused, "recordings")
+            unused = (*self._terms_to_come(), *([] if self.shares_dense else ["dense layer"]))
             found = max(found, plan.total_num_bytes - sum(plan.terms[term] for term in unused))
         return found
 

@@ -167,12 +167,12 @@ class Runtime(Passes):
             runtime = reference()
             return 0 if runtime is None else runtime._held_num_bytes()
 
-        def will_record() -> bool:
+        def terms_to_come() -> Sequence[str]:
             runtime = reference()
             captures = None if runtime is None else runtime.captures
-            return captures is not None and captures.will_record
+            return () if captures is None else captures.terms_to_come
 
-        return MeasuredSizer(self.policy, estimate, memory, held, self._model, will_record)
+        return MeasuredSizer(self.policy, estimate, memory, held, self._model, terms_to_come)
 
     def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""

@@ -13,6 +13,7 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     embedding, head, other   what else is not in the layers, and what is small in them (norms,
                   biases, quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
+    copies        one more graph of each kept layer, if micro-batches go together
     dense layer   the 4-bit weights of one layer, dense, which micro-batches together share
     dense weight  memory for one 4-bit weight at a time, dense, which visits have that may be
                   recorded; where they are, it is one of the recordings
@@ -346,13 +347,14 @@ class _Formula:
             "other": shapes.other - on_host["other"],
             "inputs": self.together * (self.cost.inputs + self.cost.shared),
             "recordings": self._recordings(first_kept) if self.choice.replays else 0,
+            "copies": self._copies(first_kept) if self.choice.replays else 0,
             "dense layer": shapes.dense_layer if self.choice.shares_dense else 0,
             "dense weight": self.dense_weight,
             "libraries": request.libraries,
         }
         if request.self_check:
             # Nothing is recorded yet when the first step is checked.
-            later = self.optimizer.state + sum(peak) + terms["recordings"]
+            later = self.optimizer.state + sum(peak) + terms["recordings"] + terms["copies"]
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
@@ -384,14 +386,19 @@ class _Formula:
         """Count what recordings hold at all times: the computation of one layer, workspaces.
 
         Recordings of layers that keep their graph also hold copies of their inputs; their graphs
-        are counted as kept graphs. With micro-batches together these are copies, and there is one
-        more of each: the recording's own.
+        are counted as kept graphs.
         """
-        kept = self.cost.layers[first_kept:]
-        own = sum(layer.saved + self.cost.boundary for layer in kept) * (self.together > 1)
-        inputs = self.together * len(kept) * self.cost.boundary
+        inputs = self.together * len(self.cost.layers[first_kept:]) * self.cost.boundary
         largest = max((layer.peak for layer in self.cost.layers), default=0)
-        return largest + inputs + own + self.request.libraries
+        return largest + inputs + self.request.libraries
+
+    def _copies(self, first_kept: int) -> int:
+        """Count one graph and input more for each kept layer whose micro-batches go together.
+
+        Once visits are joined, the graphs of all are in copies beside the recording's memory.
+        """
+        kept = self.cost.layers[first_kept:] if self.together > 1 else ()
+        return sum(layer.saved + self.cost.boundary for layer in kept)
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""

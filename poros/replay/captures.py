@@ -514,10 +514,13 @@ class Captures:
         self.eager[reason] += 1
 
     @property
-    def will_record(self) -> bool:
-        """Whether there is room for recordings, and none is there yet."""
-        forms = (form for of_layer in self._forms.values() for form in of_layer.values())
-        return self.is_on and all(form.forward is None for form in forms)
+    def terms_to_come(self) -> Sequence[str]:
+        """Terms of a plan (``poros.planning.formula``) for memory that is not taken yet."""
+        forms = [form for of_layer in self._forms.values() for form in of_layer.values()]
+        if not self.is_on or any(row for form in forms for row in form.rows.values() if form.held):
+            return ()
+        is_recorded = any(form.forward is not None for form in forms)
+        return ("copies",) if is_recorded else ("recordings", "copies")
 
     def forget(self) -> None:
         """Release all recordings and their memory; a backward that is to come runs.

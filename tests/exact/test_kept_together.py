@@ -6,7 +6,7 @@ Streams are adversarial, slots and what recordings leave are poisoned.
 
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import pytest
@@ -142,6 +142,15 @@ def test_runs(which: str, monkeypatch: Patch) -> None:
 def test_nothing_is_recorded_to_be_recomputed() -> None:
     is_same, runtime = as_resident("all")
     assert is_same and runtime.context.captures.num_recorded == 3
+
+
+def test_memory_is_taken_for_recordings_and_then_for_copies() -> None:
+    model = on_tapes(few(), **ALL)
+    captures, found = poros.runtime(model).context.captures, []
+    for _ in range(9):
+        found.append(captures.terms_to_come)
+        train(model, sizes=(4,), lengths=(12,))
+    assert [key for key, _ in groupby(found)] == [("recordings", "copies"), ("copies",), ()]
 
 
 def stays_aside(first: int, monkeypatch: Patch) -> None:

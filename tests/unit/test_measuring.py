@@ -121,6 +121,8 @@ class Estimated:
     """A plan, as far as sizing asks for it."""
 
     dense_tokens = 0.0
+    to_come = 0
+    """Bytes of a term that no step has taken yet."""
 
     def __init__(
         self, num_slots: int, keep_last: int, offload: bool, total: int, shape: Shape
@@ -128,11 +130,11 @@ class Estimated:
         self.num_slots, self.keep_last = num_slots, keep_last
         self.options = {"batch_size": shape.batch_size, "seq_len": shape.seq_len}
         self.micro_batches = shape.micro_batches
-        self.offload_boundaries, self.total_num_bytes = offload, total
+        self.offload_boundaries, self.total_num_bytes = offload, total + self.to_come
         self.num_blocks, self.block_size = NUM_LAYERS, 1
         self.check_kernels = "peft"
         self.replays, self.shares_dense = False, shape.micro_batches > 1
-        self.terms = {"dense layer": 0, "recordings": 0}
+        self.terms = {"dense layer": 0, "copies": self.to_come}
 
     def table(self) -> str:
         return "nothing"
@@ -234,6 +236,16 @@ def test_what_a_step_leaves_is_spent_but_for_a_fiftieth_of_the_budget(
     ]
     assert loop.memory.peaks[-1] == step(slots, kept, 16)
     assert loop.runtime.stats()["num_resizes"] == (slots > 2)
+
+
+@pytest.mark.parametrize(("terms", "slots"), [((), 5), (("copies",), 4)])
+def test_what_is_not_there_yet_is_left_for_it(
+    prepared: Prepare, terms: tuple[str, ...], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = prepared(budget(5, 0, 16))
+    monkeypatch.setattr(Estimated, "to_come", block_num_bytes())
+    loop.sizer._terms_to_come = lambda: terms
+    assert loop.run(16, 16, 16)[-1] == ResidencyPlan(slots, 0)
 
 
 def test_what_others_give_back_is_not_taken_for_room(prepared: Prepare) -> None:

@@ -97,6 +97,8 @@ class Group(InPlace):
         """The last one of the step."""
         self._seen_back: MicroBatch | None = None
         """The one whose backward was seen as it began."""
+        self._between: Spaces = []
+        """What names were bound to as the latest code ended."""
         self._values = HostValues()
         """While code of the model, and of nobody else, runs up to its first layer."""
         self._conditions: list[Condition] = []
@@ -108,6 +110,11 @@ class Group(InPlace):
     def is_over(self) -> bool:
         """Whether all have been finished, but for the one ``behind``."""
         return self.num_done == len(self._batches)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether it has begun and is not closed."""
+        return bool(self._batches) or self.behind is not None
 
     @property
     def num_together(self) -> int:
@@ -144,6 +151,8 @@ class Group(InPlace):
             raise
         finally:
             start.restore()
+        self._names.look_at_read()
+        self._between = self._names.now()
         self._watch.begin()
 
     def _run_layer(self, index: int, batches: Sequence[MicroBatch]) -> None:
@@ -216,7 +225,8 @@ class Group(InPlace):
         self._watch.begin()
         self._running = batch
         try:
-            batch.resume()
+            with self._names.again(part):
+                batch.resume()
         finally:
             self._running = None
             self._watch.end()
@@ -232,6 +242,7 @@ class Group(InPlace):
         if all(each is batch or each.code.is_over for each in begun):
             return
         name = self._names.changed(before, self._names.now(), parts)
+        name = name or self._names.passed_to(parts[0])
         if name is not None:
             raise batch.refuse(f"the loss changes {name}, which another part of it reads")
 
@@ -361,8 +372,10 @@ class Group(InPlace):
         self._last = batch if is_last else None
         batch.before_arrival(self._arrives)
         names, parts = self._names.now(), [1, 2] if self._head is None else [2]
+        if (name := self._names.changed(self._between, names, [1, 2])) is not None:
+            raise batch.refuse(f"{name}, which it reads before its layers, changes behind them")
         try:
-            with self._in_place():
+            with self._in_place(), self._names.again(parts[0]):
                 self._running = batch
                 batch.finish()
             if batch.error is not None:
@@ -380,6 +393,7 @@ class Group(InPlace):
             self._running = self._turn = self._tail = None
         self._note_drawn(batch)
         self._require_whole(batch, names, parts)
+        self._between = self._names.now()
         if batch.code.has_changed_settings or not self._outside.still_holds():
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "

@@ -1,6 +1,7 @@
 """Gradient accumulation: the micro-batches of a step, taken in turn, and as a call of one's own."""
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from poros.accumulation.calls import ADVICE
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import DrawTable
 from poros.accumulation.foreign import ForeignCode
@@ -19,6 +22,7 @@ from poros.accumulation.group import Group
 from poros.accumulation.modules import Modules
 from poros.accumulation.names import Names
 from poros.accumulation.observed import Observer
+from poros.errors import UnsupportedModelError
 from poros.model.runtime import Runtime, find_runtime
 
 logger = logging.getLogger(__name__)
@@ -66,7 +70,7 @@ def accumulate(
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
         line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
-        parameters of layers itself, and with layers that run code of no known library. That is
+        parameters of layers itself, and with a model that runs code of no known library. That is
         found out at the first micro-batch; what only a later one does raises an error. Between the
         parts of ``loss`` before the layers, behind them and behind the head, those of other batches
         run: values that pass from one part to another in attributes of its object or its class, in
@@ -137,6 +141,8 @@ class Samples:
         self._todo = list(samples)
         self._group: Group | None = None
         self._observed: tuple[Hashable, Observer] | None = None
+        self._versions: dict[int, list[int]] = {}
+        """By the id of a batch, as its group had begun."""
 
     def is_next(self, batch: Any) -> bool:
         """Whether this is the micro-batch that comes now."""
@@ -168,6 +174,11 @@ class Samples:
                 with observer.watching():
                     return step.run(batch)
             group = self._begin_group(history, runtime, step, [batch, *self._todo])
+        elif not group.is_over and self._versions[id(batch)] != _versions_in(batch):
+            raise UnsupportedModelError(
+                "expected the tensors of a batch to be left alone by the code of other "
+                f"micro-batches, found one edited in place. {ADVICE}"
+            )
         return self._go_on(group, is_last)
 
     def _begin_group(
@@ -182,7 +193,9 @@ class Samples:
         names = Names(step.code, modules.now(), parts)
         group = Group(runtime, modules, history.table, step.ranks, names, shares_head)
         runs = [partial(step.run, each) for each in batches[: len(kinds)]]
+        history.group = weakref.ref(group)
         group.start(runs, has_last=len(kinds) == len(batches))
+        self._versions = {id(each): _versions_in(each) for each in batches}
         history.num_groups += group.num_together > 1
         if group.reason is not None:
             note_alone(runtime, group.reason)
@@ -207,9 +220,17 @@ class Samples:
     def finish(self) -> None:
         """No more micro-batches of the group come: have the gradients of those that have."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        try:
             group.backward()
+        finally:
             group.close()
+
+
+def _versions_in(batch: Any) -> list[int]:
+    """Of its tensors."""
+    return [each._version for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
 
 
 def kind_of(code: Sequence[Any], batch: Any) -> Hashable:
@@ -258,6 +279,7 @@ class History:
         known: Kinds of them; see ``kind_of``.
         alone: Why others did not, and how often.
         table: What they draw.
+        group: Gives the latest group, if it is still there.
     """
 
     def __init__(self) -> None:
@@ -265,6 +287,7 @@ class History:
         self.known: dict[Hashable, Kind] = {}
         self.alone: Counter[str] = Counter()
         self.table = DrawTable()
+        self.group: Callable[[], Group | None] = lambda: None
         self._passing = set[Hashable]()
         self._modules: Modules | None = None
         self._foreign = ForeignCode()
@@ -299,7 +322,8 @@ class History:
     ) -> str | None:
         if not torch.is_grad_enabled():
             return "gradients are disabled around all micro-batches"
-        if runtime.context.in_place is not None and runtime.context.in_place() is not None:
+        group, in_place = self.group(), runtime.context.in_place
+        if (group and group.is_on_its_way) or (in_place and in_place() is not None):
             return "micro-batches within micro-batches"
         if step.ranks.reason is not None:
             return step.ranks.reason
@@ -316,7 +340,7 @@ class History:
         if kind in self.known and self.known[kind].reason is not None:
             return self.known[kind].reason
         foreign = self._foreign.find(list(runtime.streamed_layers()), modules.now())
-        return foreign and f"layers run {foreign}, code of no library that is known"
+        return foreign and f"{foreign}, code of no library that is known"
 
     def modules(self, model: nn.Module) -> Modules:
         """Of the model, as they are now."""

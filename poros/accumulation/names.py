@@ -5,13 +5,14 @@ head. So a value that passes from one part to another by such a name would be an
 
 Looked at are attributes of objects that the code is a method of, of which it is seen in which part
 they are read and bound; and of functions and classes, variables around functions, and global
-variables that they use, of which it is assumed. So it is for the elements of containers, and for
+variables that they use, of which it is assumed. So it is for defaults of arguments, for what
+``functools.partial`` holds, for buffers of a module, for the elements of containers, and for
 functions and objects of the same file that these use, but not for what is in other objects.
 """
 
 import dis
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -42,11 +43,13 @@ class Names:
     ) -> None:
         self._owners: list[Any] = []
         self._assumed: list[Any] = []
-        """Functions and classes."""
+        """Functions and classes, and those with arguments."""
         self._find(list(code), set(map(id, modules)))
         self.read: list[set[str]] = list(map(set, read))
-        self._wanted = set[str]().union(*read) if read else None
+        self._wanted: set[str] | None = None
         """Attributes of objects that are looked at; all, while it is seen which are read."""
+        if read:
+            self.look_at_read()
         self._bound: list[set[str]] = []
         self._undo: list[Callable[[], None]] = []
         self._seen: list[Spaces] = []
@@ -62,7 +65,10 @@ class Names:
                 self._assumed.append(each)
                 continue
             todo += [getattr(each, k) for k in ("func", "__self__", "__func__") if hasattr(each, k)]
-            if isinstance(each, FunctionType):
+            if isinstance(each, partial):
+                self._assumed.append(each)
+                todo += _of_file(getattr(each.func, "__module__", ""), _variables(each))
+            elif isinstance(each, FunctionType):
                 self._assumed.append(each)
                 todo += _of_file(each.__module__, _variables(each))
             elif _has_attributes(each) and not isinstance(each, MethodType):
@@ -76,10 +82,7 @@ class Names:
         self.read.append(set())
         self._bound.append(set())
         self._seen.append(self.now())
-        for owner in self._owners:
-            for name, noted in zip(_NOTED, (self.read[-1], self._bound[-1]), strict=True):
-                with suppress(TypeError):  # of a class that nobody can write to: nothing is seen
-                    self._undo.append(_noting(owner, name, noted))
+        self._note(self.read[-1], self._bound[-1])
 
     def end(self) -> None:
         """The part ends."""
@@ -87,6 +90,34 @@ class Names:
             self._seen.append(self.now())
         while self._undo:
             self._undo.pop()()
+
+    def _note(self, *noted: set[str]) -> None:
+        """Attributes that are read from now on, and those that are bound, go into these."""
+        for owner in self._owners:
+            for name, each in zip(_NOTED, noted, strict=True):
+                with suppress(TypeError):  # of a class that nobody can write to: nothing is seen
+                    self._undo.append(_noting(owner, name, each))
+
+    def look_at_read(self) -> None:
+        """From now on look at attributes that were read up to now."""
+        self._wanted = self._read_beside([])
+
+    @contextmanager
+    def again(self, part: int) -> Iterator[None]:
+        """The body runs a part of the code, perhaps the first to read some attributes there."""
+        for each in (self.read, self._bound):
+            each += [set() for _ in range(part + 1 - len(each))]
+        self._note(self.read[part], self._bound[part])
+        try:
+            yield
+        finally:
+            while self._undo:
+                self._undo.pop()()
+
+    def passed_to(self, part: int) -> str | None:
+        """A name that was bound in another part and is read in this one."""
+        others = [each for number, each in enumerate(self._bound) if number != part]
+        return min(self.read[part] & set[str]().union(*others), default=None)
 
     def torn(self) -> str | None:
         """A name that is bound in one part, be it to what it was, and read in another one."""
@@ -163,13 +194,14 @@ def _slots(owner: Any) -> list[str]:
 def _attributes(owner: Any, wanted: set[str] | None = None) -> dict[str, Any]:
     """Those of these names, or all: a data set of the user's may hold millions of rows."""
     slots = {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
-    found = {**getattr(owner, "__dict__", {}), **slots}
+    own = getattr(owner, "__dict__", {})
+    found = {**own, **slots, **(own["_buffers"] if isinstance(owner, nn.Module) else {})}
     return found if wanted is None else {name: found[name] for name in wanted & found.keys()}
 
 
 def _stored(function: Any) -> set[str]:
     """Variables around a function that it binds, and global ones."""
-    if isinstance(function, type):
+    if not isinstance(function, FunctionType):
         return set()
     code = function.__code__
     bound_there = {each.argval for each in dis.get_instructions(code) if each.opname in _STORES}
@@ -177,14 +209,18 @@ def _stored(function: Any) -> set[str]:
 
 
 def _variables(function: Any) -> dict[str, Any]:
-    """Those around a function, globals that it uses, and its attributes; or those of a class."""
+    """Those around a function, globals that it uses, defaults, attributes; or those of a class."""
     if isinstance(function, type):
         return dict(vars(function))
+    if isinstance(function, partial):
+        return {**{str(n): each for n, each in enumerate(function.args)}, **function.keywords}
     found = {
         name: function.__globals__[name]
         for name in function.__code__.co_names
         if name in function.__globals__
     }
+    found |= {f"default {n}": each for n, each in enumerate(function.__defaults__ or ())}
+    found |= function.__kwdefaults__ or {}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         with suppress(ValueError):  # nothing is bound yet

@@ -8,6 +8,7 @@ come with the last of them, since a trainer exchanges gradients between ranks in
 """
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -95,7 +96,8 @@ class BlockMajorMixin:
         """
         own: Any = super().floating_point_ops  # type: ignore[misc]
         model: Any = self.model  # type: ignore[attr-defined]
-        tokens = inputs.get(getattr(model, "main_input_name", "input_ids"))
+        named = inputs if isinstance(inputs, Mapping) else {}
+        tokens = named.get(getattr(model, "main_input_name", "input_ids"))
         is_usual = own.__func__ is Trainer.floating_point_ops and hasattr(model, "num_parameters")
         if tokens is None or not is_usual:
             return int(own(inputs))

@@ -62,11 +62,11 @@ class Passes(ABC):
             if torch.is_grad_enabled() and self.sizer.decides:
                 self.make_room(args, kwargs)
 
+        self.context.begin_pass()
         if stand_in is None:
             make_room()
         elif not stand_in.begin_pass(make_room):
             return  # its micro-batch is on its way already
-        self.context.begin_pass()
         if self.captures is not None:
             self.context.visits.end_all()
             layers, is_on = list(self.streamed_layers()), self.sizer.replays

@@ -4,20 +4,35 @@ Each row from the first step on, when micro-batches run one after the other for 
 the second step on, when they have gone together.
 """
 
+import copy
+import gc
+import io
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from poros.accumulation.distributed import Ranks
+from poros.accumulation.loop import Samples, Step
+from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import UnsupportedModelError
+from poros.model.runtime import find_runtime
+from tests.exact.recorded import on_tapes
 from tests.loops import (
     Batch,
     Loss,
+    Training,
+    accumulated,
+    adapted,
     dense,
     ends,
+    ends_so,
     later,
     layers_of,
+    micro_batches,
     of,
     override,
     own_loss,
@@ -97,7 +112,97 @@ def widening(end: Any, since: int) -> Any:
     return program(layers.make, end, between=layers.between, sizes=(3, 3), base=base)
 
 
+# What one part of the code has for another one.
+
+
+class Changing:
+    """The code of a loss that begins at a later step to pass a value to another part of it."""
+
+    step, value = 0, 0.5
+
+    def note(self, model: Model, step: int) -> None:
+        self.step = step
+
+
+class Smoothed(Changing):
+    """What it binds behind the layers it reads before them."""
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        factor = self.value if self.step > 1 else 1.0
+        found = own_loss(model, batch) * factor
+        self.value = 0.9 * self.value + 0.1 * float(found.detach())
+        return found
+
+
+class Noted(Changing):
+    """What it binds before the layers it reads behind them."""
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        if self.step > 1:
+            self.noted = float(batch["labels"].float().mean())
+        return own_loss(model, batch) * (self.noted if self.step > 1 else 1.0)
+
+
+def changing(loss: Changing, name: str) -> Training:
+    return program(of(loss), (UNSUPPORTED, f"changes {name}"), between=loss.note, sizes=(3,) * 4)
+
+
+def counted(state: dict[str, int], model: Model, batch: Batch) -> torch.Tensor:
+    found = own_loss(model, batch) * (1 + state["number"])
+    state["number"] += 1
+    return found
+
+
+def by_default(model: Model) -> Loss:
+    def loss(model: Model, batch: Batch, state: dict[str, int] = {"number": 0}) -> torch.Tensor:  # noqa: B006
+        return counted(state, model, batch)
+
+    return loss
+
+
+class Scaling(nn.Module):
+    """With a buffer that it edits behind the layers."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, model: Model, batch: Batch) -> torch.Tensor:
+        scale = self.scale.clone()
+        found = own_loss(model, batch) * scale
+        self.scale.add_(0.1)
+        return found
+
+
+TOKENS = torch.arange(4, 28).view(2, 12)
+
+
+def editing(model: Model, batch: Batch) -> torch.Tensor:
+    """Behind the layers, what other batches have too."""
+    found = own_loss(model, batch)
+    batch["input_ids"].add_(1)
+    return found
+
+
+PASSED = {
+    "a value that the layers begin to get": changing(Smoothed(), "value"),
+    "a value that the layers begin to give": changing(Noted(), "noted"),
+    "a default": program(by_default, "changes default 0"),
+    "an argument of a partial": program(
+        lambda model: partial(counted, {"number": 0}), "changes 0 before"
+    ),
+    "a buffer": program(lambda model: Scaling(), "changes scale"),
+    "a tensor of all batches": program(
+        of(editing),
+        (UNSUPPORTED, "left alone by the code of other"),
+        form=lambda batch: dict.fromkeys(batch, TOKENS),
+    ),
+}
+
 PROGRAMS = {
+    **PASSED,
     **{name: program(of(loss), why) for name, (loss, why, _) in LOSSES.items()},
     **{
         f"{name}, later": later(loss, (UNSUPPORTED, says))
@@ -115,3 +220,84 @@ def test_programs(which: str) -> None:
         assert ends(PROGRAMS[which])
     finally:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
+
+
+# Between two micro-batches of a group.
+
+
+def between_two(model: Model, together: bool, act: Any, loss: Any = own_loss) -> Any:
+    facts: list[torch.Tensor] = []
+    generator = torch.Generator().manual_seed(2)
+
+    def run(batch: Batch) -> torch.Tensor:
+        value = loss(model, batch)
+        value.backward()
+        return value.detach()  # type: ignore[no-any-return]
+
+    for number in range(5):
+        batches = micro_batches(4, generator, (12,))
+        step = Step(lambda: find_runtime(model), Ranks(model), run, [loss])
+        samples = Samples(batches)
+        try:
+            for place, batch in enumerate(batches):
+                facts.append(samples.take(step, place == 3) if together else run(batch))
+                if place == 1 and number > 1:
+                    facts += act(model, together) or []
+        finally:
+            samples.finish()
+        facts += [each.grad.clone() for each in trained(model)]
+        model.zero_grad()
+    return facts
+
+
+def within(model: Model, together: bool) -> list[torch.Tensor]:
+    """Others, and a look at all gradients."""
+    others = micro_batches(2, torch.Generator().manual_seed(7), (12,))
+    facts = accumulated(model, others, own_loss, together)
+    return [*facts, *(each.grad.clone() for each in trained(model))]
+
+
+def saved(model: Model, together: bool) -> None:
+    torch.save(dict(model.named_parameters()), io.BytesIO())
+    assert {type(copy.deepcopy(each)) for each in trained(model)} == {nn.Parameter}
+
+
+class Flagged:
+    """Reads what somebody else changes."""
+
+    factor = 1.0
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        factor = self.factor
+        return own_loss(model, batch) * factor
+
+    def change(self, model: Model, together: bool) -> None:
+        self.factor = 2.0
+
+
+FLAGGED = Flagged()
+BETWEEN: dict[str, tuple[Callable[..., Any], Loss, Any]] = {
+    "others": (within, own_loss, "micro-batches within micro-batches"),
+    "parameters are saved": (saved, own_loss, None),
+    "what a loss has read changes": (FLAGGED.change, FLAGGED, (UNSUPPORTED, "changes behind")),
+}
+
+
+@pytest.mark.parametrize("which", BETWEEN)
+def test_between(which: str) -> None:
+    act, loss, end = BETWEEN[which]
+    model, run = on_tapes(adapted(), slots=2), partial(between_two, act=act, loss=loss)
+    assert ends_so(model, partial(run, model, True), end, partial(run, adapted(), together=False))
+
+
+def test_nothing_of_a_group_is_left_whose_backward_has_raised() -> None:
+    def edit(model: Model, together: bool) -> None:
+        trained(model)[0].data = trained(model)[0].data.clone()
+        with torch.no_grad():
+            trained(model)[1].mul_(2)
+        assert trained(model)[0].grad is None
+
+    with pytest.raises(UnsupportedModelError, match="edits, freezes or thaws"):
+        between_two(on_tapes(adapted(), slots=2), True, edit)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, MicroBatch)]

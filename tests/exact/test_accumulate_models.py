@@ -432,8 +432,33 @@ def carrying(model: Model) -> None:
     in_layers(forward)(model)
 
 
+def hooked(model: Model) -> None:
+    """What a hook on the head leaves one on the embedding takes."""
+    left = [1.0]
+
+    def leave(module: Any, args: Any, found: torch.Tensor) -> None:
+        left[0] += 0.1
+
+    model.get_output_embeddings().register_forward_hook(leave)
+    model.get_input_embeddings().register_forward_hook(lambda _, args, found: found * left[0])
+
+
+def replaced(model: Model) -> None:
+    """Forwards that are set on both do."""
+    left = [1.0]
+
+    def leave(module: Any, own: Any, hidden: torch.Tensor) -> Any:
+        left[0] += 0.1
+        return own(hidden)
+
+    override([model.get_output_embeddings()], leave)
+    override([model.get_input_embeddings()], lambda _, own, tokens: own(tokens) * left[0])
+
+
 FOREIGN_CODE = "code of no library"
 FOREIGN = {
+    "hooks outside the layers": program(hooked, FOREIGN_CODE),
+    "forwards outside the layers": program(replaced, FOREIGN_CODE),
     "a module": program(carrying, FOREIGN_CODE),
     "code between layers": between(doing(with_a_seed), FOREIGN_CODE, is_late=False),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 import poros
 from poros.errors import UnsupportedModelError
@@ -122,6 +122,19 @@ def replacing(mixins: tuple[type, ...]) -> type[Trainer]:
     return Own
 
 
+def of_lists(mixins: tuple[type, ...]) -> type[Trainer]:
+    """Micro-batches are lists of rows, which the loss puts together."""
+
+    class Own(*mixins, Trainer):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, data_collator=list)
+
+        def compute_loss(self, model: Model, inputs: Any, *args: Any, **options: Any) -> Any:
+            return super().compute_loss(model, default_data_collator(inputs), *args, **options)
+
+    return Own
+
+
 def step(model: Model) -> None:
     torch.optim.SGD(trained(model), lr=1e-3).step()
 
@@ -161,6 +174,7 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "writes": (with_loss(mask_more), None),
     "counts before the mixin": (counting, "number changes between micro-batches"),
     "other inputs": (replacing, None),
+    "lists": (of_lists, None),
     "edits, and a penalty later": (
         *(
             with_loss(lambda _, inputs: inputs["input_ids"].add_(1), late_penalty),

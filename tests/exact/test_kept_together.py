@@ -23,6 +23,7 @@ from tests.exact.recorded import on_tapes
 from tests.loops import (
     Subject,
     accumulated,
+    bf16,
     in_autocast,
     micro_batches,
     own_loss,
@@ -104,6 +105,19 @@ def behind_an_error(model: Model, together: bool = True) -> Facts:
     return [*facts, *(each.grad.clone() for each in trained(model))]
 
 
+def with_a_teacher(model: Model, batch: Any) -> torch.Tensor:
+    output = model(**batch, use_cache=False)
+    with torch.no_grad():
+        reference = model(**batch, use_cache=False).logits
+    return output.loss / 4 + 0.1 * (output.logits.float() - reference.float()).square().mean()  # type: ignore[no-any-return]
+
+
+def as_by_accelerate(model: Model, together: bool = True) -> Facts:
+    """The model's forward is an autocast region, and runs once more without gradients."""
+    model.forward = bf16()(model.forward)
+    return train(model, together, loss=with_a_teacher, **OFTEN)
+
+
 GROUPED = {"adapter_kernels": "grouped"}
 RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "all": (partial(train, **OFTEN), few, ALL),
@@ -119,6 +133,7 @@ RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "behind a loss, dropout": (behind_a_loss, DROPOUT, ALL),
     "between two": (between_two, few, ALL),
     "behind an error": (behind_an_error, few, ALL),
+    "a pass without gradients": (as_by_accelerate, few, ALL),
 }
 
 

@@ -24,6 +24,7 @@ from poros.accumulation.names import Names
 from poros.accumulation.observed import Observer
 from poros.errors import UnsupportedModelError
 from poros.model.runtime import Runtime, find_runtime
+from poros.stream.marks import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class Samples:
 
 def _versions_in(batch: Any) -> list[int]:
     """Of its tensors."""
-    return [each._version for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+    return [version_of(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
 
 
 def kind_of(code: Sequence[Any], batch: Any) -> Hashable:

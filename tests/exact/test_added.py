@@ -187,6 +187,24 @@ def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
         loss.backward()
 
 
+def test_one_that_does_not_act_may_be_edited_while_a_backward_waits() -> None:
+    def edited(model: Model) -> dict[str, Any]:
+        torch.manual_seed(3)
+        loss = model(**batches(1)[0]).loss
+        with torch.no_grad():
+            for each in late(model).values():
+                each.add_(1)
+        loss.backward()
+        return facts_of([each.grad for each in model.parameters() if each.grad is not None])
+
+    def make() -> Model:
+        model = build()
+        model.add_adapter("late", LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        return model
+
+    assert changes(edited(make()), edited(streamed(make()))) == {}
+
+
 def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own() -> None:
     def forward(mlp: Any, own: Any, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(mlp, "scale"):

@@ -4,6 +4,7 @@ They leave values for a loss, for other layers or for their own next call, read 
 place, hook into what they are given, or have the host wait.
 """
 
+import copy
 import gc
 from collections import UserDict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from poros.errors import UnsupportedModelError
 from poros.replay.call import LEAVES
 from poros.replay.captures import ARGUMENTS
+from poros.stream.namespaces import put_back
 from tests import loops
 from tests.exact.recorded import KEPT, as_resident, few, on_tapes, recorded, train
 from tests.loops import (
@@ -271,3 +273,15 @@ def test_a_tensor_of_ones_own_goes_into_the_layers_under_autocast() -> None:
     torch.manual_seed(0)
     assert same(run(model, together=True), expected)
     assert "a leaf goes into the layers under autocast" in str(reasons(model))
+
+
+def test_containers_hold_again_what_they_held() -> None:
+    module = torch.nn.Identity()
+    held = module.seen, module.table, module.kinds = [1], {"a": 1}, {1}
+    before = copy.deepcopy(held)
+    with put_back([module]):
+        module.seen.append(2)
+        module.table["b"] = 2
+        module.kinds.add(3)
+        module.late = 1
+    assert held == before and not hasattr(module, "late")

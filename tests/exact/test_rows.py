@@ -231,6 +231,7 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "dense": joined,
     "DoRA": partial(joined, base=partial(few, use_dora=True)),
     "one kept": partial(joined, slots=3, keep_last=1),
+    "layers of two kinds": partial(joined, base=partial(few, "gemma3", num_layers=4)),
     "grouped products": partial(
         joined, partial(train, loss=in_autocast, **ALIKE), TO_GROUP, adapter_kernels="grouped"
     ),

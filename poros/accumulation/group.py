@@ -138,6 +138,8 @@ class Group(InPlace):
             with self._in_place():
                 self._begin(runs, has_last)
                 self._require_unedited()
+                if self._batches and not self._still_hold():
+                    raise self._batches[0].refuse("layers that the loss changes while it runs")
                 for index in range(1, len(self._layers)):
                     self._run_layer(index, self._batches)
                     self._end_at_failure()

@@ -201,22 +201,8 @@ PASSED = {
     ),
 }
 
-
-def embeddings_trained() -> Model:
-    model = dense()
-    model.get_input_embeddings().weight.requires_grad_(True)
-    return model
-
-
-def penalized_below(model: Model, batch: Batch) -> torch.Tensor:
-    return own_loss(model, batch) + 0.01 * model.get_input_embeddings().weight.square().mean()
-
-
 PROGRAMS = {
     **PASSED,
-    "a penalty on embeddings, later": later(
-        penalized_below, (UNSUPPORTED, "uses parameters"), base=embeddings_trained
-    ),
     **{name: program(of(loss), why) for name, (loss, why, _) in LOSSES.items()},
     **{
         f"{name}, later": later(loss, (UNSUPPORTED, says))

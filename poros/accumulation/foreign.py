@@ -2,12 +2,14 @@
 
 Micro-batches that go together run their layers in another order than one after the other. Code may
 pass values from one call to another in objects, in classes, in global variables, which nothing
-sees. Libraries that are known do not in their models; so only these go together, and only without
-hooks of others on modules outside the layers. Hooks inside of layers are looked for elsewhere.
+sees. Libraries that are known do not in their layers; so only models of these go together. Outside
+the layers others' hooks and forwards run in their order: ``poros.accumulation.names`` looks at what
+these pass on.
 """
 
 from collections.abc import Sequence
 from itertools import repeat
+from typing import Any
 
 from torch import nn
 
@@ -16,17 +18,21 @@ from poros.stream.body import LayerBody
 
 
 class ForeignCode:
-    """Code in the layers of one model that is of no library that is known.
+    """Code in one model that is of no library that is known.
 
     It is looked for anew when a module, its class, hooks, own ``forward`` or attention is another.
+
+    Attributes:
+        around: Hooks and forwards outside the layers, as they were found last.
     """
 
     def __init__(self) -> None:
         self._key: object = None
         self._found: str | None = None
+        self.around: list[Any] = []
 
     def find(self, layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | None:
-        """Where it runs, in words; None if there is none."""
+        """Its name, in ``layers`` and what holds them; None if there is none."""
         spaces = list(map(vars, modules))
         configs = {id(each): each for each in map(dict.get, spaces, repeat("config"))}
         key = (
@@ -36,16 +42,30 @@ class ForeignCode:
             [getattr(each, "_attn_implementation", None) for each in configs.values()],
         )
         if key != self._key:
-            self._key, self._found = key, _find(layers, modules)
+            self._key = key
+            self._found, self.around = _find(layers, modules)
         return self._found
 
 
-def _find(layers: Sequence[LayerBody], modules: Sequence[nn.Module]) -> str | None:
-    if (found := foreign_code(modules)) is not None:
-        return f"the model runs {found}"
-    inside = {id(module) for layer in layers for module in layer.contents().modules()}
-    for module in modules:
-        hooks = [hook for name in HOOKS for hook in vars(module)[name].values()]
-        if id(module) not in inside and not all(map(is_of_library, hooks)):
-            return f"{type(module).__qualname__} has a hook"
-    return None
+def _find(
+    layers: Sequence[LayerBody], modules: Sequence[nn.Module]
+) -> tuple[str | None, list[Any]]:
+    """The name of code in layers and what holds them, if any; and code outside the layers."""
+    inside = [module for layer in layers for module in layer.contents().modules()]
+    stacked = {id(layer.module()) for layer in layers}
+    parents = [each for each in modules if stacked & set(map(id, each._modules.values()))]
+    lists = set(map(id, parents))
+    parents += [each for each in modules if lists & set(map(id, each._modules.values()))]
+    own = set(map(id, inside))
+    around = [
+        code
+        for module in modules
+        if id(module) not in own
+        for code in (
+            *(hook for name in HOOKS for hook in vars(module)[name].values()),
+            vars(module).get("forward"),
+            type(module).forward,
+        )
+        if code is not None and not is_of_library(code)
+    ]
+    return foreign_code((*inside, *parents)), around

@@ -242,7 +242,7 @@ class Group(InPlace):
         if all(each is batch or each.code.is_over for each in begun):
             return
         name = self._names.changed(before, self._names.now(), parts)
-        name = name or self._names.passed_to(parts[0])
+        name = name or self._names.passed(parts[0])
         if name is not None:
             raise batch.refuse(f"the loss changes {name}, which another part of it reads")
 

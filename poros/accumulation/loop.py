@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from poros.accumulation.calls import ADVICE
 from poros.accumulation.distributed import Ranks
@@ -24,6 +23,7 @@ from poros.accumulation.names import Names
 from poros.accumulation.observed import Observer
 from poros.errors import UnsupportedModelError
 from poros.model.runtime import Runtime, find_runtime
+from poros.stream.args import PLAIN
 from poros.stream.marks import version_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def accumulate(
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where grouping cannot give them, micro-batches run one after the other, which a log
         line and ``poros.runtime(model).stats()`` report: for example with a loss that uses
-        parameters of layers itself, and with a model that runs code of no known library. That is
+        parameters of layers itself, and with layers that run code of no known library. That is
         found out at the first micro-batch; what only a later one does raises an error. Between the
         parts of ``loss`` before the layers, behind them and behind the head, those of other batches
         run: values that pass from one part to another in attributes of its object or its class, in
@@ -129,6 +129,8 @@ class Step(NamedTuple):
     """Computes the loss of a micro-batch and calls its backward."""
     code: Sequence[Any]
     """Of the user, that ``run`` runs: functions, methods, or objects that are called."""
+    given: Sequence[Any] = ()
+    """To ``run``, beside the micro-batch."""
 
 
 class Samples:
@@ -142,8 +144,9 @@ class Samples:
         self._todo = list(samples)
         self._group: Group | None = None
         self._observed: tuple[Hashable, Observer] | None = None
-        self._versions: dict[int, list[int]] = {}
-        """By the id of a batch, as its group had begun."""
+        self._leaves = {id(each): _leaves_in(each) for each in self._todo}
+        """Of each batch, by its id, at first; of one in a group as that had begun."""
+        self._given: Sequence[Any] | None = None
 
     def is_next(self, batch: Any) -> bool:
         """Whether this is the micro-batch that comes now."""
@@ -157,6 +160,7 @@ class Samples:
             is_last: Whether the optimizer's step comes behind it.
         """
         batch, group = self._todo.pop(0), self._group
+        why = self._why_apart(step, batch)
         if group is None:
             runtime = step.find()
             if runtime is None:
@@ -167,20 +171,32 @@ class Samples:
                 observer.look_between()
                 history.know(kind, observer, runtime)
             kind = kind_of(step.code, batch)
+            if why is not None:
+                history.known[kind] = Kind(why, False, [])
             if not self._todo or not history.may_go_together(runtime, step, kind, is_last):
                 return step.run(batch)
             if kind not in history.known:
-                observer = Observer(runtime, history.modules(step.ranks.inner), step.code)
+                code = [*step.code, *history.around]
+                observer = Observer(runtime, history.modules(step.ranks.inner), code)
                 self._observed = kind, observer
                 with observer.watching():
                     return step.run(batch)
             group = self._begin_group(history, runtime, step, [batch, *self._todo])
-        elif not group.is_over and self._versions[id(batch)] != _versions_in(batch):
+        elif why is not None:
             raise UnsupportedModelError(
-                "expected the tensors of a batch to be left alone by the code of other "
-                f"micro-batches, found one edited in place. {ADVICE}"
+                "expected a micro-batch to be given what it was when it began with others, found "
+                f"{why}. {ADVICE}"
             )
         return self._go_on(group, is_last)
+
+    def _why_apart(self, step: Step, batch: Any) -> str | None:
+        """Why this micro-batch is not the one that would go, or has gone, with others."""
+        before, self._given = self._given, step.given
+        if before is not None and not all(map(_is_same, before, step.given)):
+            return "other arguments than those of the micro-batch before"
+        if self._leaves[id(batch)] != _leaves_in(batch):
+            return "a batch that was changed before its turn"
+        return None
 
     def _begin_group(
         self, history: "History", runtime: Runtime, step: Step, batches: Sequence[Any]
@@ -191,16 +207,16 @@ class Samples:
         modules = history.modules(step.ranks.inner)
         read = [kind.read for kind in kinds if kind is not None]
         parts = [set[str]().union(*part) for part in zip_longest(*read, fillvalue=set[str]())]
-        names = Names(step.code, modules.now(), parts)
+        names = Names([*step.code, *history.around], modules.now(), parts)
         group = Group(runtime, modules, history.table, step.ranks, names, shares_head)
         runs = [partial(step.run, each) for each in batches[: len(kinds)]]
         history.group = weakref.ref(group)
         group.start(runs, has_last=len(kinds) == len(batches))
-        self._versions = {id(each): _versions_in(each) for each in batches}
+        self._group = group
+        self._leaves = {id(each): _leaves_in(each) for each in batches}
         history.num_groups += group.num_together > 1
         if group.reason is not None:
             note_alone(runtime, group.reason)
-        self._group = group
         return group
 
     def _go_on(self, group: Group, is_last: bool) -> torch.Tensor:
@@ -229,9 +245,20 @@ class Samples:
             group.close()
 
 
-def _versions_in(batch: Any) -> list[int]:
-    """Of its tensors."""
-    return [version_of(each) for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+def _leaves_in(value: Any) -> Any:
+    """Differs if another tensor or value stands in a batch, or a tensor was edited."""
+    if isinstance(value, torch.Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, Mapping):
+        return [(key, _leaves_in(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        is_plain = bool(value) and isinstance(value[0], PLAIN)  # there may be thousands
+        return list(value) if is_plain else list(map(_leaves_in, value))
+    return value if isinstance(value, PLAIN) else id(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def kind_of(code: Sequence[Any], batch: Any) -> Hashable:
@@ -341,7 +368,12 @@ class History:
         if kind in self.known and self.known[kind].reason is not None:
             return self.known[kind].reason
         foreign = self._foreign.find(list(runtime.streamed_layers()), modules.now())
-        return foreign and f"{foreign}, code of no library that is known"
+        return foreign and f"layers run {foreign}, code of no library that is known"
+
+    @property
+    def around(self) -> Sequence[Any]:
+        """Code of others that the model runs outside its layers."""
+        return self._foreign.around
 
     def modules(self, model: nn.Module) -> Modules:
         """Of the model, as they are now."""

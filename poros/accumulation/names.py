@@ -114,10 +114,11 @@ class Names:
             while self._undo:
                 self._undo.pop()()
 
-    def passed_to(self, part: int) -> str | None:
-        """A name that was bound in another part and is read in this one."""
+    def passed(self, part: int) -> str | None:
+        """A name that was bound in another part and is read in this one, or the other way round."""
         others = [each for number, each in enumerate(self._bound) if number != part]
-        return min(self.read[part] & set[str]().union(*others), default=None)
+        there = self.read[part] & set[str]().union(*others)
+        return min(there | (self._bound[part] & self._read_beside([part])), default=None)
 
     def torn(self) -> str | None:
         """A name that is bound in one part, be it to what it was, and read in another one."""

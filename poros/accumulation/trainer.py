@@ -82,7 +82,8 @@ class BlockMajorMixin:
             optimizer.train()  # first of all, as in a step of the trainer's: some edit weights
         try:
             code = own, self.compute_loss_func  # type: ignore[attr-defined]
-            step = Step(partial(_prepared, model), Ranks(model), partial(plain, model), code)
+            given = model, num_items_in_batch
+            step = Step(partial(_prepared, model), Ranks(model), partial(plain, model), code, given)
             accelerator: Any = self.accelerator  # type: ignore[attr-defined]
             return samples.take(step, is_last=bool(accelerator.sync_gradients))
         except BaseException:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
 
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.loop import Samples, Step
@@ -134,6 +135,24 @@ class Smoothed(Changing):
         return found
 
 
+class Slotted:
+    """As ``Smoothed``, with an attribute of a class that has no dictionary of these."""
+
+    __slots__ = ("__value", "step")
+
+    def __init__(self) -> None:
+        self.step, self.__value = 0, 0.5
+
+    def note(self, model: Model, step: int) -> None:
+        self.step = step
+
+    def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
+        factor = self.__value if self.step > 1 else 1.0
+        found = own_loss(model, batch) * factor
+        self.__value = 0.9 * factor + 0.1 * float(found.detach())
+        return found
+
+
 class Noted(Changing):
     """What it binds before the layers it reads behind them."""
 
@@ -143,7 +162,7 @@ class Noted(Changing):
         return own_loss(model, batch) * (self.noted if self.step > 1 else 1.0)
 
 
-def changing(loss: Changing, name: str) -> Training:
+def changing(loss: Any, name: str) -> Training:
     return program(of(loss), (UNSUPPORTED, f"changes {name}"), between=loss.note, sizes=(3,) * 4)
 
 
@@ -176,7 +195,16 @@ class Scaling(nn.Module):
         return found
 
 
-TOKENS = torch.arange(4, 28).view(2, 12)
+class Sharing:
+    """The batches of a step have one tensor."""
+
+    number = 0
+
+    def form(self, batch: Batch) -> BatchEncoding:
+        if self.number % 3 == 0:
+            self.tokens = batch["input_ids"].clone()
+        self.number += 1
+        return BatchEncoding({"input_ids": self.tokens, "labels": self.tokens})
 
 
 def editing(model: Model, batch: Batch) -> torch.Tensor:
@@ -188,6 +216,7 @@ def editing(model: Model, batch: Batch) -> torch.Tensor:
 
 PASSED = {
     "a value that the layers begin to get": changing(Smoothed(), "value"),
+    "a value in a slot": changing(Slotted(), "_Slotted__value"),
     "a value that the layers begin to give": changing(Noted(), "noted"),
     "a default": program(by_default, "changes default 0"),
     "an argument of a partial": program(
@@ -195,9 +224,10 @@ PASSED = {
     ),
     "a buffer": program(lambda model: Scaling(), "changes scale"),
     "a tensor of all batches": program(
-        of(editing),
-        (UNSUPPORTED, "left alone by the code of other"),
-        form=lambda batch: dict.fromkeys(batch, TOKENS),
+        of(editing), "changed before its turn", form=Sharing().form, sizes=(3, 3)
+    ),
+    "a tensor of all batches, later": later(
+        editing, (UNSUPPORTED, "changed before its turn"), form=Sharing().form
     ),
 }
 

@@ -446,19 +446,29 @@ def hooked(model: Model) -> None:
 def replaced(model: Model) -> None:
     """Forwards that are set on both do."""
     left = [1.0]
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    own_head, own_table = head.forward, table.forward
 
-    def leave(module: Any, own: Any, hidden: torch.Tensor) -> Any:
+    def of_head(hidden: torch.Tensor) -> Any:
         left[0] += 0.1
-        return own(hidden)
+        return own_head(hidden)
 
-    override([model.get_output_embeddings()], leave)
-    override([model.get_input_embeddings()], lambda _, own, tokens: own(tokens) * left[0])
+    head.forward, table.forward = of_head, lambda tokens: own_table(tokens) * left[0]
+
+
+def watched(model: Model) -> None:
+    """By hooks that pass nothing on, as many scripts have one."""
+    model.get_output_embeddings().register_forward_hook(lambda module, args, found: None)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, found: found.requires_grad_(True)
+    )
 
 
 FOREIGN_CODE = "code of no library"
 FOREIGN = {
-    "hooks outside the layers": program(hooked, FOREIGN_CODE),
-    "forwards outside the layers": program(replaced, FOREIGN_CODE),
+    "hooks outside the layers": program(hooked, "changes left"),
+    "forwards outside the layers": program(replaced, "changes left"),
+    "hooks that pass nothing": program(watched),
     "a module": program(carrying, FOREIGN_CODE),
     "code between layers": between(doing(with_a_seed), FOREIGN_CODE, is_late=False),
 }

@@ -122,6 +122,30 @@ def replacing(mixins: tuple[type, ...]) -> type[Trainer]:
     return Own
 
 
+def edited(mixins: tuple[type, ...], in_place: bool) -> type[Trainer]:
+    """Masks labels in a class before the mixin, in place or by other ones."""
+
+    class Own(*mixins, Trainer):  # type: ignore[misc]
+        def training_step(self, model: Model, inputs: Batch, *args: Any) -> Any:
+            labels = inputs["labels"] if in_place else inputs["labels"].clone()
+            labels[:, :3] = -100
+            inputs["labels"] = labels
+            return super().training_step(model, inputs, *args)
+
+    return Own
+
+
+def dividing(mixins: tuple[type, ...]) -> type[Trainer]:
+    """By a number of its own for each micro-batch."""
+
+    class Own(*mixins, Trainer):  # type: ignore[misc]
+        def training_step(self, model: Model, inputs: Batch, *args: Any) -> Any:
+            number = (inputs["labels"] > 20).sum()
+            return super().training_step(model, inputs, number)
+
+    return Own
+
+
 def of_lists(mixins: tuple[type, ...]) -> type[Trainer]:
     """Micro-batches are lists of rows, which the loss puts together."""
 
@@ -175,6 +199,9 @@ TRAINERS: dict[str, tuple[Kind, Any]] = {
     "counts before the mixin": (counting, "number changes between micro-batches"),
     "other inputs": (replacing, None),
     "lists": (of_lists, None),
+    "edits in place before the mixin": (partial(edited, in_place=True), "before its turn"),
+    "other labels before the mixin": (partial(edited, in_place=False), "before its turn"),
+    "other arguments": (dividing, "other arguments than"),
     "edits, and a penalty later": (
         *(
             with_loss(lambda _, inputs: inputs["input_ids"].add_(1), late_penalty),

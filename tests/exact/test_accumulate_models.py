@@ -416,7 +416,21 @@ BETWEEN = {
         **{"base": with_a_state, "policy": {"keep_last": 3}, "is_late": False},
     ),
 }
-PROGRAMS = {**AROUND, **BETWEEN}
+
+
+def by_keyword(model: Model) -> None:
+    """Layers are given their hidden states by name."""
+    kind: Any = type(layers_of(model)[0])
+
+    class Named(kind):
+        def __call__(self, hidden_states: torch.Tensor, **given: Any) -> Any:
+            return super().__call__(hidden_states=hidden_states, **given)
+
+    for each in layers_of(model):
+        each.__class__ = Named
+
+
+PROGRAMS = {**AROUND, **BETWEEN, "hidden states by keyword": program(by_keyword, is_late=False)}
 
 
 def carrying(model: Model) -> None:

@@ -430,7 +430,19 @@ def by_keyword(model: Model) -> None:
         each.__class__ = Named
 
 
-PROGRAMS = {**AROUND, **BETWEEN, "hidden states by keyword": program(by_keyword, is_late=False)}
+def exchange(model: Model, number: int) -> None:
+    """The layers are called in another order from the second step on."""
+    if number == 1:
+        places = layers_of(model)._modules
+        places["0"], places["1"] = places["1"], places["0"]
+
+
+PROGRAMS = {
+    **AROUND,
+    **BETWEEN,
+    "hidden states by keyword": program(by_keyword, is_late=False),
+    "layers in another order": program(end="once each, in order", between=exchange, sizes=(3, 3)),
+}
 
 
 def carrying(model: Model) -> None:

@@ -161,6 +161,16 @@ def test_what_backward_needs_is_not_written_to_unseen(
         poros.restore(model)
 
 
+def test_what_an_operator_has_saved_is_not_written_to_unseen() -> None:
+    model = adapted(quantize=False)
+    behind(write_to_the_input, "act_fn")(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model)
+    poros.prepare(model, loss="reference", self_check="off")
+    with pytest.raises(RematerializationError, match="edited in place after an operator"):
+        step(model)
+
+
 def reading(layer: Any, _: Any, result: torch.Tensor) -> None:
     """Something in the layer that reads what it returns, without a graph."""
     layer.largest = float(result.detach().abs().max())

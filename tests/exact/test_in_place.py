@@ -22,6 +22,7 @@ from tests.loops import (
     behind,
     differences,
     layers_of,
+    micro_batches,
     nothing,
     override,
     step,
@@ -161,14 +162,26 @@ def test_what_backward_needs_is_not_written_to_unseen(
         poros.restore(model)
 
 
-def test_what_an_operator_has_saved_is_not_written_to_unseen() -> None:
+def test_what_an_operator_has_saved_is_not_written_to_unseen_once_the_layer_has_run() -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(module: Any, given: Any, result: torch.Tensor) -> None:
+        seen.append(given[0])
+
+    def edited(model: Model) -> None:
+        loss = model(**micro_batches(1, torch.Generator().manual_seed(2))[0]).loss
+        with torch.no_grad():
+            seen[0].mul_(0.5)
+        loss.backward()
+
     model = adapted(quantize=False)
-    behind(write_to_the_input, "act_fn")(model)
+    behind(keep, "act_fn")(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        step(model)
+        edited(model)
+    seen.clear()
     poros.prepare(model, loss="reference", self_check="off")
     with pytest.raises(RematerializationError, match="edited in place after an operator"):
-        step(model)
+        edited(model)
 
 
 def reading(layer: Any, _: Any, result: torch.Tensor) -> None:

@@ -148,11 +148,6 @@ class _Watched(nn.Parameter):
     def __getstate__(self) -> dict[str, Any]:
         return {key: each for key, each in self.__dict__.items() if key != _WATCH}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        found: nn.Parameter = super().__deepcopy__(memo)
-        found.__class__ = nn.Parameter
-        return found
-
     @property
     def grad(self) -> torch.Tensor | None:
         self._asked()

@@ -238,10 +238,10 @@ class Group(InPlace):
 
     def _require_whole(self, batch: MicroBatch, before: Spaces, parts: Sequence[int]) -> None:
         """Raise if these parts of its code have changed what other parts of others are to read."""
-        begun = (*self._batches, *filter(None, [self.behind]))
+        begun, self._between = (*self._batches, *filter(None, [self.behind])), self._names.now()
         if all(each is batch or each.code.is_over for each in begun):
             return
-        name = self._names.changed(before, self._names.now(), parts)
+        name = self._names.changed(before, self._between, parts)
         name = name or self._names.passed(parts[0])
         if name is not None:
             raise batch.refuse(f"the loss changes {name}, which another part of it reads")
@@ -393,7 +393,6 @@ class Group(InPlace):
             self._running = self._turn = self._tail = None
         self._note_drawn(batch)
         self._require_whole(batch, names, parts)
-        self._between = self._names.now()
         if batch.code.has_changed_settings or not self._outside.still_holds():
             raise UnsupportedModelError(
                 "expected a loss that leaves settings of PyTorch and modules outside the layers as "

@@ -25,6 +25,7 @@ from poros.errors import UnsupportedModelError
 from poros.model.runtime import Runtime, find_runtime
 from poros.stream.args import PLAIN
 from poros.stream.marks import version_of
+from poros.stream.namespaces import is_like
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Step(NamedTuple):
     """Computes the loss of a micro-batch and calls its backward."""
     code: Sequence[Any]
     """Of the user, that ``run`` runs: functions, methods, or objects that are called."""
-    given: Sequence[Any] = ()
+    given: tuple[Any, ...] = ()
     """To ``run``, beside the micro-batch."""
 
 
@@ -146,7 +147,7 @@ class Samples:
         self._observed: tuple[Hashable, Observer] | None = None
         self._leaves = {id(each): _leaves_in(each) for each in self._todo}
         """Of each batch, by its id, at first; of one in a group as that had begun."""
-        self._given: Sequence[Any] | None = None
+        self._given: tuple[Any, ...] | None = None
 
     def is_next(self, batch: Any) -> bool:
         """Whether this is the micro-batch that comes now."""
@@ -192,9 +193,9 @@ class Samples:
     def _why_apart(self, step: Step, batch: Any) -> str | None:
         """Why this micro-batch is not the one that would go, or has gone, with others."""
         before, self._given = self._given, step.given
-        if before is not None and not all(map(_is_same, before, step.given)):
+        if before is not None and not is_like(before, step.given):
             return "other arguments than those of the micro-batch before"
-        if self._leaves[id(batch)] != _leaves_in(batch):
+        if not is_like(self._leaves[id(batch)], _leaves_in(batch)):
             return "a batch that was changed before its turn"
         return None
 
@@ -246,19 +247,15 @@ class Samples:
 
 
 def _leaves_in(value: Any) -> Any:
-    """Differs if another tensor or value stands in a batch, or a tensor was edited."""
+    """Not ``is_like`` what it was if another value stands in a batch, or a tensor was edited."""
     if isinstance(value, torch.Tensor):
-        return id(value), version_of(value)
+        return value, version_of(value)
     if isinstance(value, Mapping):
         return [(key, _leaves_in(each)) for key, each in value.items()]
     if isinstance(value, list | tuple):
         is_plain = bool(value) and isinstance(value[0], PLAIN)  # there may be thousands
         return list(value) if is_plain else list(map(_leaves_in, value))
-    return value if isinstance(value, PLAIN) else id(value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(one == other))
+    return value
 
 
 def kind_of(code: Sequence[Any], batch: Any) -> Hashable:

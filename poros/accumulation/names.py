@@ -12,7 +12,7 @@ functions and objects of the same file that these use, but not for what is in ot
 
 import dis
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -51,7 +51,7 @@ class Names:
         if read:
             self.look_at_read()
         self._bound: list[set[str]] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._seen: list[Spaces] = []
         """Before and behind each part."""
 
@@ -88,15 +88,14 @@ class Names:
         """The part ends."""
         if len(self._seen) < 2 * len(self._bound):
             self._seen.append(self.now())
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _note(self, *noted: set[str]) -> None:
         """Attributes that are read from now on, and those that are bound, go into these."""
         for owner in self._owners:
             for name, each in zip(_NOTED, noted, strict=True):
                 with suppress(TypeError):  # of a class that nobody can write to: nothing is seen
-                    self._undo.append(_noting(owner, name, each))
+                    self._undo.callback(_noting(owner, name, each))
 
     def look_at_read(self) -> None:
         """From now on look at attributes that were read up to now."""
@@ -107,12 +106,9 @@ class Names:
         """The body runs a part of the code, perhaps the first to read some attributes there."""
         for each in (self.read, self._bound):
             each += [set() for _ in range(part + 1 - len(each))]
-        self._note(self.read[part], self._bound[part])
-        try:
+        with self._undo:
+            self._note(self.read[part], self._bound[part])
             yield
-        finally:
-            while self._undo:
-                self._undo.pop()()
 
     def passed(self, part: int) -> str | None:
         """A name that was bound in another part and is read in this one, or the other way round."""

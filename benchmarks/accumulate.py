@@ -36,12 +36,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers.integrations.liger import apply_liger_kernel
 
 import poros
 from benchmarks import memory
 from benchmarks.loops import make_optimizer
-from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.models import config_of, random_model, with_liger, with_lora
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.config import ADAPTER_KERNELS
@@ -287,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
     if options.liger:
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        with_liger(model)
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}
     print(f"{asked}, {machine['device']}")

@@ -5,7 +5,7 @@
 An arm is ``WAY:TOKENS:MICRO_BATCHES``: ``slots`` has two, ``kept`` all blocks on the GPU and every
 graph kept, ``alone`` all blocks on the GPU, recomputed, and micro-batches one after the other; the
 other ways call ``poros.accumulate``. Random NF4 weights at the true shapes, LoRA of rank 16 in
-float32 with grouped products, Liger's norms, rotary embeddings and feed-forwards, a bf16 region
+float32 with grouped products, Liger's norms and rotary embeddings, a bf16 region
 around the model's forward, fused AdamW, self-check off. A micro-batch is one row of random tokens.
 
 After eight steps, some three seconds of them (four at least) follow one another without waiting for
@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers.integrations.liger import apply_liger_kernel
 
 import poros
 from benchmarks.loops import make_optimizer
-from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.models import config_of, random_model, with_liger, with_lora
 from poros.reporting.step_times import step_times
 
 NUM_WARM, NUM_TURNS, MS_OF_A_TURN, NUM_TRACED = 5, 3, 3000, 3
@@ -122,8 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("expected a CUDA GPU, whose kernels are traced; found none")
-    model = with_lora(random_model(config_of(options.model, options.layers))).train()
-    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    model = with_liger(with_lora(random_model(config_of(options.model, options.layers))).train())
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for arm in options.arms:
         found = measure(model, arm)

@@ -44,7 +44,7 @@ def work(name: str, num_layers: int | None, has_liger: bool) -> None:
 
     import poros
     from benchmarks.loops import make_optimizer
-    from benchmarks.models import config_of, random_model, with_lora
+    from benchmarks.models import config_of, random_model, with_liger, with_lora
     from benchmarks.work import Work, batch_of
 
     has_gpu = torch.cuda.is_available()  # without one the figures mean nothing, but it runs
@@ -53,9 +53,7 @@ def work(name: str, num_layers: int | None, has_liger: bool) -> None:
     config = config_of(name, num_layers)
     model = with_lora(random_model(config)).train()
     if has_liger:
-        from transformers.integrations.liger import apply_liger_kernel
-
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        with_liger(model)
     batch = batch_of(config.vocab_size, Work(1, 512), device)
     optimizer: Any = None
     answer(poros.__file__)

@@ -73,11 +73,12 @@ def put_back(modeling: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
-def liger_alone(modeling: ModuleType) -> Iterator[Callable[[Any], Any]]:
+def liger_alone(modeling: ModuleType, swiglu: bool = False) -> Iterator[Callable[[Any], Any]]:
     """Liger's kernels in models without Poros, as the Trainer applies them, with their own loss.
 
     Args:
         modeling: The code of their family, which Liger changes and which is put back at the end.
+        swiglu: Whether its SwiGLU is among them.
 
     Yields:
         What applies them to a model, and returns it.
@@ -85,7 +86,8 @@ def liger_alone(modeling: ModuleType) -> Iterator[Callable[[Any], Any]]:
     from transformers.integrations.liger import apply_liger_kernel
 
     def applied(model: Any) -> Any:
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        apply_liger_kernel(model, {**losses, "swiglu": swiglu})
         assert is_of_liger(vars(modeling)["apply_rotary_pos_emb"])  # else it is another family
         return model
 

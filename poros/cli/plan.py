@@ -73,9 +73,6 @@ def plan(
     vision: Annotated[
         Literal["keep", "drop"], typer.Option(help="Vision towers: keep or drop them.")
     ] = "keep",
-    liger: Annotated[
-        bool, typer.Option("--liger", help="With Liger's kernels, which finetune takes on a GPU.")
-    ] = False,
     accumulate: Annotated[
         int,
         typer.Option(help="Gradient accumulation: micro-batches per step, which share each block."),
@@ -135,7 +132,6 @@ def plan(
             rank=rank,
             adapter_dtype=dtype_named(adapter_dtype),
             vision=vision,
-            use_liger_kernel=liger,
         )
         if seq is None:
             request = request.override(seq_len=min(tokens, planner.max_seq_len or tokens))

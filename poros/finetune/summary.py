@@ -50,7 +50,6 @@ def planner_of(recipe: Recipe, config: "PreTrainedConfig", adapter: "PeftConfig"
         dtype=DTYPES[chosen.dtype],
         adapter_dtype=DTYPES[recipe.adapter.dtype],
         vision=chosen.vision,
-        use_liger_kernel=recipe.training.use_liger_kernel is True,
     )
 
 

@@ -84,7 +84,7 @@ class Recipe:
     counts_all: bool = False
     """Whether kinds of adapters that plans do not count are taken as if they did."""
     has_liger: bool = False
-    """Whether its gated feed-forwards run Liger's kernel, which keeps gate and up."""
+    """Whether its gated feed-forwards run Liger's kernel, which has the product kept as well."""
 
     @classmethod
     def of(
@@ -97,7 +97,6 @@ class Recipe:
         dtype: torch.dtype = torch.bfloat16,
         adapter_dtype: torch.dtype | None = None,
         vision: str = "keep",
-        use_liger_kernel: bool = False,
     ) -> "Recipe":
         """Make a recipe from a configuration, or from a folder or hub name, as ``poros.plan`` does.
 
@@ -132,7 +131,6 @@ class Recipe:
             vision=vision,
             on_language_model=lora is None,
             model_class=model_class,
-            has_liger=use_liger_kernel,
         )
 
     @classmethod

@@ -59,7 +59,6 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     adapter_dtype: torch.dtype | None = None,
     vision: str = "keep",
-    use_liger_kernel: bool = False,
     accumulation: int = 1,
     micro_batches: int = 1,
     **others: Any,
@@ -82,8 +81,6 @@ def plan(
         dtype: Dtype of the tensors that are not quantized.
         vision: As in ``poros.load``: whether to count towers for images and sound.
         adapter_dtype: Dtype of the adapters; None is PEFT's choice, float32. A model has its own.
-        use_liger_kernel: Whether the model will have Liger's kernels, whose feed-forwards keep more
-            for backward. Of a model in memory it is known.
         accumulation: Micro-batches per optimizer step.
         micro_batches: Number of these that go through the blocks together.
         **others: Fields of ``StreamingPolicy``, such as ``vram_budget``, with ``slots`` as
@@ -106,7 +103,6 @@ def plan(
         dtype=dtype,
         adapter_dtype=adapter_dtype,
         vision=vision,
-        use_liger_kernel=use_liger_kernel,
     )
     request = PlanRequest.of(
         seq_len=seq_len,
@@ -124,8 +120,8 @@ class Planner:
     Args:
         source: As for ``plan``. A model is not kept alive; if its adapters have changed since the
             last plan (others, other dtypes, others trained), they are computed again.
-        **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype``, ``vision``
-            and ``use_liger_kernel`` of ``plan``; of a model ``counts_all`` of ``Recipe``.
+        **of_model: ``rank``, ``lora``, ``quantization``, ``dtype``, ``adapter_dtype`` and
+            ``vision`` of ``plan``; of a model ``counts_all`` of ``Recipe``.
     """
 
     def __init__(

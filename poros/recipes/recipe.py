@@ -149,7 +149,7 @@ class TrainingPart:
     )
     use_liger_kernel: bool | Literal["auto"] = _setting(
         "auto",
-        "Liger's norms, feed-forwards and rotary embeddings; auto: on a GPU, if they are there.",
+        "Liger's norms, GeGLU and rotary embeddings; auto: on a GPU, if they are there.",
         flag="--liger",
     )
     adapter_kernels: Literal["auto", "fused", "exact", "grouped", "peft"] = _setting(

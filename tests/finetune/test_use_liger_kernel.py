@@ -31,14 +31,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_promised_models_take_them(architecture: str) -> None:
-    """Experts keep their own forward, and the attention of Gemma 4 is not what Liger expects."""
+    """SwiGLU and experts keep their own forward; the attention of Gemma 4 is not Liger's."""
     model = meta_model(tiny.small_config(architecture), None, torch.float32)
-    missing = {
-        **dict.fromkeys(("mixtral", "qwen3_moe"), "feed-forwards"),
-        **dict.fromkeys(("gemma4", "gemma4_shared_kv"), "rotary embeddings"),
-    }.get(architecture)
-    every = ["feed-forwards", "norms", "rotary embeddings"]
-    assert use_liger(model) == [each for each in every if each != missing]
+    expected = {"norms", "rotary embeddings"}
+    expected |= {"feed-forwards"} if architecture.startswith("gemma") else set()
+    expected -= {"rotary embeddings"} if architecture.startswith("gemma4") else set()
+    assert use_liger(model) == sorted(expected)
     assert names_of_liger() == []
 
 
@@ -151,5 +149,5 @@ def test_what_liger_replaces_is_put_back_after_an_error(monkeypatch: pytest.Monk
     model = meta_model(tiny.small_config("qwen2"), None, torch.float32)
     with pytest.raises(AttributeError, match="no such norm"):
         use_liger(model)
-    assert len(seen) >= 3  # control: there was something to be put back
+    assert len(seen) >= 2  # control: there was something to be put back
     assert dict(vars(modeling_qwen2)) == before and names_of_liger() == []

@@ -17,6 +17,7 @@ from poros.planning.meta_model import Recipe
 from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
 from tests.covers import with_slow
+from tests.liger import liger_alone
 from tests.planning.cells import lora
 from tests.replaced import noted
 from tests.support import make_model, prepare_plain
@@ -137,7 +138,9 @@ def test_code_that_liger_has_replaced_is_not_run_on_the_meta_device(
 
 def test_a_feed_forward_of_liger_keeps_what_its_last_projection_is_given() -> None:
     pytest.importorskip("liger_kernel")
-    model, adapters = model_of(target_modules=["down_proj"]), lora(target_modules=["down_proj"])
+    from transformers.models.qwen2 import modeling_qwen2
+
+    model = model_of(target_modules=["down_proj"])
     request = PlanRequest.of(seq_len=16, num_slots=2, keep_last=2)
     more = 2 * 16 * model.config.intermediate_size * 2  # of two layers, in bf16
 
@@ -149,11 +152,12 @@ def test_a_feed_forward_of_liger_keeps_what_its_last_projection_is_given() -> No
     earlier = Planner(model)
     before = kept(earlier)
     assert use_liger(model)
+    assert kept(Planner(model)) == kept(earlier.for_model(model)) == before  # SwiGLU is Poros's
+    with liger_alone(modeling_qwen2, swiglu=True) as applied:
+        applied(model)
     assert kept(Planner(model)) == kept(earlier.for_model(model)) == before + more
     poros.use_adapter_kernels(model, "grouped")
     assert kept(Planner(model)) == before + more
-    alone = [Planner(model.config, lora=adapters, use_liger_kernel=each) for each in (False, True)]
-    assert kept(alone[1]) == kept(alone[0]) + more
 
 
 def test_kinds_that_a_plan_does_not_count_are_estimated_where_steps_are_measured() -> None:

@@ -16,8 +16,8 @@ measured before the next way's, and the ways take turns in passes:
 
 ``--adapter-kernels fused grouped`` measures each of Poros' ways with each of these.
 With ``--autocast`` the model's forward is a bfloat16 autocast region, as a Trainer's is; with
-``--liger`` the model has Liger's norms, rotary embeddings and feed-forwards in all ways; with
-``--kernels`` a row says for how long kernels ran.
+``--liger`` the model has Liger's kernels that ``poros finetune`` takes, and with checkpointing all
+but its loss; with ``--kernels`` a row says for how long kernels ran.
 
 Times are of a whole optimizer step, to the end of its work, over the number of micro-batches;
 medians; each row is printed as soon as it is there. The same tokens in all ways; loads are counted
@@ -36,15 +36,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.liger import apply_liger_kernel
 
 import poros
 from benchmarks import memory
 from benchmarks.loops import make_optimizer
-from benchmarks.models import config_of, random_model, with_liger, with_lora
+from benchmarks.models import config_of, random_model, with_lora
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.config import ADAPTER_KERNELS
 from poros.cuda_streams import CudaStreams
+from poros.finetune.liger import use_liger
 from poros.streams import Event
 
 Row = dict[str, Any]
@@ -217,6 +219,8 @@ def checkpointing(options: argparse.Namespace, model: Any, take: Take) -> None:
     """PEFT and transformers alone."""
     model.to(torch.device("cuda"))
     model.enable_input_require_grads()
+    if options.liger:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     model.gradient_checkpointing_enable()
     steps = Steps(model, options.seq, max(options.sizes))
     for size in (1, options.alone):
@@ -286,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
     if options.liger:
-        with_liger(model)
+        use_liger(model)
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}
     print(f"{asked}, {machine['device']}")

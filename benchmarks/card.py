@@ -13,12 +13,12 @@ with the published rates of ``poros.planning.cards`` (a peak each, of which both
 reach the same share). Beside it: the same with all kernels slowed down by the ratio of products
 alone, which no kernel can be slower than, and the step on this GPU over the emulated link.
 
-The model's forward is a bfloat16 autocast region, as a Trainer's is, and its norms, rotary
-embeddings and feed-forwards are Liger's, in all ways; with ``--float32`` neither.
+The model's forward is a bfloat16 autocast region, as a Trainer's is, and it has Liger's
+kernels that ``poros finetune`` takes; with ``--float32`` neither.
 
 ``--checkpointing`` measures PEFT and transformers alone, base on the GPU and activation
-checkpointing, without the cap, and says whether its peak is within the budget; its time is that of
-its kernels. Accelerate's offload of the same base is what its hooks move, the base twice for each
+checkpointing, with all of Liger's kernels but its loss, without the cap, and says whether its peak
+is within the budget; its time is that of its kernels. Accelerate's offload of the same base is what its hooks move, the base twice for each
 micro-batch (forward, and backward with recomputation), one after the other with the kernels:
 computed, not run.
 """
@@ -33,12 +33,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.liger import apply_liger_kernel
 
 import poros
 from benchmarks import memory
 from benchmarks.accumulate import SlowLink, Steps, cycles_per_ms, in_region, plain_rate
-from benchmarks.models import config_of, random_model, with_liger, with_lora
+from benchmarks.models import config_of, random_model, with_lora
 from poros.api import prepare_with
+from poros.finetune.liger import use_liger
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.meta_model import shapes_of
 
@@ -171,6 +173,8 @@ def checkpointing(options: argparse.Namespace, model: Any, take: Callable[..., N
     torch.cuda.set_per_process_memory_fraction(1.0)
     model.to(torch.device("cuda"))
     model.enable_input_require_grads()
+    if not options.float32:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     model.gradient_checkpointing_enable()
     steps = Steps(model, options.seq, 1)
     for _ in range(2):
@@ -271,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
     if not options.float32:
-        with_liger(model)
+        use_liger(model)
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}
     print(f"{asked}, {machine['device']}", flush=True)

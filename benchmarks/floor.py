@@ -33,7 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import poros
 from benchmarks.loops import make_optimizer
-from benchmarks.models import config_of, random_model, with_liger, with_lora
+from benchmarks.models import config_of, random_model, with_lora
+from poros.finetune.liger import use_liger
 from poros.reporting.step_times import step_times
 
 NUM_WARM, NUM_TURNS, MS_OF_A_TURN, NUM_TRACED = 5, 3, 3000, 3
@@ -121,7 +122,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("expected a CUDA GPU, whose kernels are traced; found none")
-    model = with_liger(with_lora(random_model(config_of(options.model, options.layers))).train())
+    model = with_lora(random_model(config_of(options.model, options.layers))).train()
+    use_liger(model)
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for arm in options.arms:
         found = measure(model, arm)

@@ -149,15 +149,6 @@ def _fill(model: Any) -> None:
     model.tie_weights()
 
 
-def with_liger(model: Any) -> Any:
-    """The model with the kernels of Liger's that ``poros finetune`` takes."""
-    from transformers.integrations.liger import apply_liger_kernel
-
-    left_out = {"cross_entropy": False, "fused_linear_cross_entropy": False, "swiglu": False}
-    apply_liger_kernel(model, left_out)
-    return model
-
-
 def with_lora(
     model: Any,
     rank: int = 16,

@@ -12,8 +12,8 @@ the ratio of the second to the first, how many visits were replayed, and the pea
 Ways: ``slots``: two slots; ``kept``: every layer keeps its graph; ``autocast``: two slots, the
 model in bf16 autocast; ``recomputed``: two slots, nothing replayed; ``grouped``: two slots, eight
 micro-batches that share their passes, the model's forward a bf16 region; ``alone``: the same one
-after the other over blocks that are all on the GPU. With ``--liger`` the model has Liger's norms,
-rotary embeddings and feed-forwards.
+after the other over blocks that are all on the GPU. With ``--liger`` the model has
+Liger's kernels that ``poros finetune`` takes in that checkout.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def work(name: str, num_layers: int | None, has_liger: bool) -> None:
 
     import poros
     from benchmarks.loops import make_optimizer
-    from benchmarks.models import config_of, random_model, with_liger, with_lora
+    from benchmarks.models import config_of, random_model, with_lora
     from benchmarks.work import Work, batch_of
 
     has_gpu = torch.cuda.is_available()  # without one the figures mean nothing, but it runs
@@ -53,7 +53,9 @@ def work(name: str, num_layers: int | None, has_liger: bool) -> None:
     config = config_of(name, num_layers)
     model = with_lora(random_model(config)).train()
     if has_liger:
-        with_liger(model)
+        from poros.finetune.liger import use_liger
+
+        use_liger(model)
     batch = batch_of(config.vocab_size, Work(1, 512), device)
     optimizer: Any = None
     answer(poros.__file__)

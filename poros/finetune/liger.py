@@ -9,9 +9,9 @@ Note: What is replaced
     process is changed, and nothing has to be undone when the run ends.
 
 Note: Whose feed-forward runs
-    SwiGLU modules keep their own forward, whose activation ``poros.kernels.mlp`` computes: one
-    kernel too, with the bits of transformers, and with two tensors kept for backward where Liger's
-    leaves three. A layer of a 7B model that keeps its graph takes 0.8 of the memory so. Liger's
+    SwiGLU modules keep their own forward, whose activation ``poros.kernels.mlp`` computes with the
+    bits of transformers: two tensors are kept for backward, and the product is made again, where
+    Liger's leaves three. A step of 7B that keeps all graphs takes 24.9 GB instead of 29.8. Liger's
     GeGLU computes the GELU by tanh, whatever the configuration says; a module with another
     activation keeps its own forward. So do experts.
 """

@@ -84,7 +84,7 @@ class Recipe:
     counts_all: bool = False
     """Whether kinds of adapters that plans do not count are taken as if they did."""
     has_liger: bool = False
-    """Whether its gated feed-forwards run Liger's kernel, which has the product kept as well."""
+    """Whether its gated feed-forwards run Liger's kernel: three tensors are kept, not two."""
 
     @classmethod
     def of(

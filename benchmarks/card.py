@@ -18,9 +18,9 @@ kernels that ``poros finetune`` takes; with ``--float32`` neither.
 
 ``--checkpointing`` measures PEFT and transformers alone, base on the GPU and activation
 checkpointing, with all of Liger's kernels but its loss, without the cap, and says whether its peak
-is within the budget; its time is that of its kernels. Accelerate's offload of the same base is what its hooks move, the base twice for each
-micro-batch (forward, and backward with recomputation), one after the other with the kernels:
-computed, not run.
+is within the budget; its time is that of its kernels. Accelerate's offload of the same base is what
+its hooks move, the base twice for each micro-batch (forward, and backward with recomputation), one
+after the other with the kernels: computed, not run.
 """
 
 import argparse

@@ -43,7 +43,7 @@ STEP = tuple(
         "": "cuda_streams eager_streams streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition context frozen general "
-        "layer_index marks namespaces offload rng settings visit within",
+        "layer_index marks namespaces offload rng settings stack visit within",
         "replay": "call captures casts forms graphs pending recording remat routing rows segment "
         "segments uses",
         "accumulation": "calls distributed draws foreign gradients group head host_values names "

@@ -15,6 +15,7 @@ from torch import nn
 
 from poros.kernels.forwards import HOOKS, foreign_code, is_of_library
 from poros.stream.body import LayerBody
+from poros.stream.layer_index import values_of
 
 
 class ForeignCode:
@@ -38,7 +39,7 @@ class ForeignCode:
         key = (
             list(map(type, modules)),
             list(map(dict.get, spaces, repeat("forward"))),
-            [hook for space in spaces for kind in HOOKS for hook in space[kind].values()],
+            [values_of(map(dict.__getitem__, spaces, repeat(kind))) for kind in HOOKS],
             [getattr(each, "_attn_implementation", None) for each in configs.values()],
         )
         if key != self._key:

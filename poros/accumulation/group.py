@@ -45,6 +45,7 @@ from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
+from poros.stream.stack import LayerStack
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,13 @@ class Group(InPlace):
         self,
         runtime: Runtime,
         modules: Modules,
+        stack: LayerStack[StreamedLayer],
         table: DrawTable,
         ranks: Ranks,
         names: Names,
         shares_head: bool,
     ) -> None:
-        super().__init__(runtime, modules)
+        super().__init__(runtime, modules, stack)
         self.num_done = 0
         self.behind: MicroBatch | None = None
         self.reason: str | None = None
@@ -103,6 +105,8 @@ class Group(InPlace):
         """While code of the model, and of nobody else, runs up to its first layer."""
         self._conditions: list[Condition] = []
         """Of the layers, as the code of the first one has called them."""
+        self._condition: Condition | None = None
+        """Of all of them, then."""
         self._regions: Regions | None = None
         """In which it has."""
 
@@ -256,7 +260,7 @@ class Group(InPlace):
         regions = Regions.capture(self._device)
         if not self._conditions:
             self._regions = regions
-            self._conditions = [each.condition() for each in self._layers]
+            self._note_conditions()
             self._table.begin(self._conditions)
         elif not self._still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
@@ -267,8 +271,15 @@ class Group(InPlace):
 
     def _still_hold(self, wherever: bool = False) -> bool:
         """Whether layers compute what they did; ``wherever``: blocks may lie elsewhere."""
-        conditions = zip(self._layers, self._conditions, strict=True)
-        return all(layer.condition().equals(before, wherever) for layer, before in conditions)
+        before, stack = self._condition, self._stack
+        if before and stack.is_current() and stack.condition().equals(before, wherever):
+            return True
+        pairs = zip(self._layers, self._conditions, strict=True)
+        return all(layer.condition().equals(each, wherever) for layer, each in pairs)
+
+    def _note_conditions(self) -> None:
+        self._conditions = [each.condition() for each in self._layers]
+        self._condition = self._stack.condition() if self._stack.is_current() else None
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""
@@ -287,7 +298,7 @@ class Group(InPlace):
             else:
                 self._make_less_room(make_room, error)
         if self._conditions and self._runtime.room != room and self._still_hold(wherever=True):
-            self._conditions = [each.condition() for each in self._layers]
+            self._note_conditions()
         if len(self._batches) == 1:
             self._runtime.share_dense()
         return True

@@ -14,6 +14,7 @@ from poros.head.loss import LossInputs, SlicedLossState
 from poros.kernels.nodes import nodes_from
 from poros.model.runtime import Runtime
 from poros.stream.boundary import StreamedLayer
+from poros.stream.stack import LayerStack
 
 USES = "the loss uses parameters of layers, or what goes into them, itself"
 UNKNOWN = "a backward that goes past torch.autograd"
@@ -28,16 +29,17 @@ class InPlace(ABC):
 
     are_rows = False
 
-    def __init__(self, runtime: Runtime, modules: Modules) -> None:
+    def __init__(
+        self, runtime: Runtime, modules: Modules, stack: LayerStack[StreamedLayer]
+    ) -> None:
         self._runtime = runtime
-        self._layers: list[StreamedLayer] = list(runtime.streamed_layers())
+        self._stack, self._layers = stack, stack.layers
         self._device = self._layers[0].device
         self._modules = modules
         self._found = modules.trained()
         self._trained = self._found.parameters
-        contents = [each.contents() for each in self._layers]
-        self._inside = [module for each in contents for module in each.modules()]
-        self._in_layers = {number for each in contents for number in each.adapters().ids}
+        self._inside = stack.contents.modules()
+        self._in_layers = set(stack.contents.adapters().ids)
         """Ids of what is trained in the layers."""
         self._outside = Outside.of(modules.now(), self._inside)
         self._watch = Watch(self._trained, self._asked, self._goes_back)

@@ -24,8 +24,10 @@ from poros.accumulation.observed import Observer
 from poros.errors import UnsupportedModelError
 from poros.model.runtime import Runtime, find_runtime
 from poros.stream.args import PLAIN
+from poros.stream.boundary import StreamedLayer
 from poros.stream.marks import version_of
 from poros.stream.namespaces import is_like
+from poros.stream.stack import LayerStack
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +180,8 @@ class Samples:
                 return step.run(batch)
             if kind not in history.known:
                 code = [*step.code, *history.around]
-                observer = Observer(runtime, history.modules(step.ranks.inner), code)
+                modules = history.modules(step.ranks.inner)
+                observer = Observer(runtime, modules, history.stack(runtime), code)
                 self._observed = kind, observer
                 with observer.watching():
                     return step.run(batch)
@@ -209,7 +212,10 @@ class Samples:
         read = [kind.read for kind in kinds if kind is not None]
         parts = [set[str]().union(*part) for part in zip_longest(*read, fillvalue=set[str]())]
         names = Names([*step.code, *history.around], modules.now(), parts)
-        group = Group(runtime, modules, history.table, step.ranks, names, shares_head)
+        group = Group(
+            *(runtime, modules, history.stack(runtime), history.table, step.ranks, names),
+            shares_head,
+        )
         runs = [partial(step.run, each) for each in batches[: len(kinds)]]
         history.group = weakref.ref(group)
         group.start(runs, has_last=len(kinds) == len(batches))
@@ -315,6 +321,7 @@ class History:
         self.group: Callable[[], Group | None] = lambda: None
         self._passing = set[Hashable]()
         self._modules: Modules | None = None
+        self._stack: LayerStack[StreamedLayer] | None = None
         self._foreign = ForeignCode()
 
     def know(self, kind: Hashable, observer: Observer, runtime: Runtime) -> None:
@@ -378,6 +385,13 @@ class History:
             self._modules = Modules(model)
         self._modules.now()
         return self._modules
+
+    def stack(self, runtime: Runtime) -> LayerStack[StreamedLayer]:
+        """The layers of the model, as they are now."""
+        layers = list(runtime.streamed_layers())
+        if self._stack is None or self._stack.layers != layers or not self._stack.is_current():
+            self._stack = LayerStack(layers)
+        return self._stack
 
 
 def note_alone(runtime: Runtime, reason: str) -> None:

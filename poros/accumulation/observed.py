@@ -32,6 +32,7 @@ from poros.stream.condition import Condition
 from poros.stream.namespaces import OF_MODULES, bound, contents_of
 from poros.stream.rng import Start, is_same_state
 from poros.stream.settings import Settings
+from poros.stream.stack import LayerStack
 
 
 class Observer(InPlace):
@@ -44,8 +45,14 @@ class Observer(InPlace):
         drawn: What it has drawn, and ``key`` for which shapes; None if no count explains it.
     """
 
-    def __init__(self, runtime: Runtime, modules: Modules, code: Iterable[Any]) -> None:
-        super().__init__(runtime, modules)
+    def __init__(
+        self,
+        runtime: Runtime,
+        modules: Modules,
+        stack: LayerStack[StreamedLayer],
+        code: Iterable[Any],
+    ) -> None:
+        super().__init__(runtime, modules, stack)
         self._watch = Watch(self._trained, self._asked, self._goes_back, self._used)
         self.reason: str | None = None
         self.may_pass = False

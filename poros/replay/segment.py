@@ -39,7 +39,7 @@ from poros.stream.args import as_result
 from poros.stream.body import LayerBody
 from poros.stream.boundary import StreamedLayer, without_caches
 from poros.stream.condition import Condition
-from poros.stream.layer_index import LayerIndex
+from poros.stream.stack import LayerStack
 
 _MOST_IN_VAIN = 3
 """Times that calls have waited one after the other and were not replayed, before none waits."""
@@ -166,12 +166,8 @@ class Segment:
         owner: Owner,
     ) -> None:
         self._layers, self._owner = layers, owner
-        self._name = layers[0].name.rpartition(".")[0]
-        self._contents = LayerIndex(
-            {each.name.rpartition(".")[2]: each.contents().modules()[0] for each in layers},
-            set().union(*(each.weights.bindings.tensor_ids for each in layers)),
-        )
-        self._condition = self._condition_now()
+        self._stack = LayerStack(layers)
+        self._condition = self._stack.condition()
         self._waiting: list[_Waiting] = []
         self._given: list[tuple[torch.Tensor, int]] = []
         """What calls that wait were given, and its versions then."""
@@ -207,7 +203,7 @@ class Segment:
 
     def modules(self) -> list[nn.Module]:
         """The layers and all modules in them."""
-        return self._contents.modules()
+        return self._stack.contents.modules()
 
     def is_current(self) -> bool:
         """Whether what it is joined of is what is recorded of its layers."""
@@ -260,19 +256,19 @@ class Segment:
     def _first_call(
         self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> LayerCall | None:
-        contents, forms = self._contents, [part.form for part in self.parts]
+        forms = [part.form for part in self.parts]
         if (
             getattr(args[0], "shape", None) != self._hidden.tensors[0].shape
             or self._num_in_vain >= _MOST_IN_VAIN
             or not self.is_current()
             or not self._owner.may_replay(self._layers, forms)
             or any(each.cast_trained_biases() for each in self._layers)
-            or not (contents.is_current() and contents.has_same_tensors())
+            or not self._stack.is_current()
         ):
             return None
         for each in self._layers:
             each.weights.require_ready()
-        now = self._condition_now()
+        now = self._stack.condition()
         if not now.reads_as(self._condition) or now.training != self._condition.training:
             return None
         call = self._looked_up(layer, args, kwargs, now)
@@ -309,9 +305,6 @@ class Segment:
             return None
         self._given += [(each, each._version) for each in call.tensors[bool(self._waiting) :]]
         return call
-
-    def _condition_now(self) -> Condition:
-        return Condition(self._name, self._contents, self._layers[0].weights.bindings)
 
     def _is_next(self, given: Any) -> bool:
         """Whether that is what the last call that waits has handed on."""
@@ -411,13 +404,12 @@ class Segment:
         return [part.gradients(is_first=part is self.parts[0]) for part in self.parts]
 
     def _one_by_one(self, visit: "SegmentVisit", gradient: torch.Tensor) -> list[Gradients]:
-        contents = self._contents
-        if not (contents.is_current() and contents.has_same_tensors()):
+        if not self._stack.is_current():
             raise RematerializationError(
                 f"{self._layers[0].name}: expected the modules of the forward, in this layer and "
                 "those behind it, found others at their backward; change them between steps"
             )
-        self._condition_now().require_as(visit.condition, visit.condition.marks)
+        self._stack.condition().require_as(visit.condition, visit.condition.marks)
         found: list[Gradients] = []
         arriving: torch.Tensor | None = gradient
         each_of = zip(self.parts, self._layers, visit.calls, visit.inputs, strict=True)

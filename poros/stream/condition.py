@@ -27,7 +27,6 @@ from poros.io.digests import checksum
 from poros.stream.adapters import Place, User
 from poros.stream.layer_index import LayerIndex
 from poros.stream.marks import Marks
-from poros.stream.visit import LayerBindings
 
 _training = attrgetter("training")
 _OTHER_ADAPTERS = (
@@ -52,7 +51,7 @@ class Condition:
         training: The training flag of each module.
     """
 
-    def __init__(self, name: str, contents: LayerIndex, bindings: LayerBindings) -> None:
+    def __init__(self, name: str, contents: LayerIndex, bindings: object) -> None:
         self._name, self._bindings = name, bindings
         self.contents = contents
         self.marks = contents.marks()
@@ -80,7 +79,7 @@ class Condition:
 
     def reads_as(self, other: "Condition") -> bool:
         """Whether the layer does the same in both with the same tensors, whatever these hold."""
-        return self is other or (self.is_like(other) and self._bindings is other._bindings)
+        return self is other or (self.is_like(other) and self._bindings == other._bindings)
 
     def is_like(self, other: "Condition") -> bool:
         """Whether the layer does the same in both, but for where what streams lies."""

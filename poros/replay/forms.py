@@ -74,10 +74,12 @@ class HeldGraph:
     Attributes:
         inputs, results: Of the recorded forward.
         places: All memory that the graph is in: flat, of one dtype.
+        rooms: Memory for copies that is there already, a row's.
     """
 
     def __init__(self, inputs: Tensors, results: Tensors, places: Sequence[torch.Tensor]) -> None:
         self.inputs, self.results, self.places = inputs, results, places
+        self.rooms: list[Sequence[torch.Tensor]] = []
         self._aside: WeakKeyDictionary[object, Sequence[torch.Tensor]] = WeakKeyDictionary()
 
     def room(self) -> Sequence[torch.Tensor]:
@@ -95,9 +97,22 @@ class HeldGraph:
 
     def put_aside(self, call: object) -> None:
         """Copy what is in its places: the graph of ``call``."""
-        room = self.room()
+        taken = set(map(id, self._aside.values()))
+        room = next((each for each in self.rooms if id(each) not in taken), None) or self.room()
         copy_all(room, self.places)
         self._aside[call] = room
+
+    def vacate(self, rooms: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Have the graphs that wait in these wait elsewhere; whether there is memory for that."""
+        theirs = set(map(id, rooms))
+        for call, room in list(self._aside.items()):
+            if id(room) in theirs:
+                try:
+                    self._aside[call] = self.room()
+                except torch.OutOfMemoryError:
+                    return False
+                copy_all(self._aside[call], room)
+        return True
 
     def bring_back(self, call: object) -> None:
         """Copy the graph of ``call`` there."""

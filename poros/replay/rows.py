@@ -74,6 +74,8 @@ class Row:
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
         self.aside = [form.held.room() for _ in range(number + 1)] if form.held else []
+        if form.held is not None:
+            form.held.rooms += self.aside
         self._waiting: WeakSet[LayerCall] = WeakSet()
         """The calls whose graphs are in these copies, until their backward."""
 
@@ -89,10 +91,18 @@ class Row:
         copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
         self._others.fill([tensor for each in sources for tensor in each[1:]])
 
-    def have_aside(self, held: HeldGraph, calls: Sequence[LayerCall] = ()) -> None:
-        """The graphs of ``calls`` wait in its copies from now on; what was there is gone."""
+    def make_free(self, held: HeldGraph) -> bool:
+        """Have nothing in its copies; whether there is memory for others' graphs that wait there.
+
+        Those that a replay of it has left are gone.
+        """
         for known in self._waiting:
             held.forget(known)
+        self._waiting = WeakSet()
+        return held.vacate(self.aside)
+
+    def have_aside(self, held: HeldGraph, calls: Sequence[LayerCall]) -> None:
+        """The graphs of ``calls`` wait in its copies from now on."""
         self._waiting = WeakSet(calls)
         for call, copies in zip(calls, self.aside, strict=False):
             held.note_aside(call, copies)
@@ -212,10 +222,9 @@ class Rows:
             return None
         form, held = visit.form, visit.form.held
         if held is not None:
-            if form.in_flight() is not visit.call:
+            if form.in_flight() is not visit.call or not row.make_free(held):
                 return None
             form.in_flight = lambda: None  # its graph gives way to those of the others
-            row.have_aside(held)
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
             row.fill(forward, sources)

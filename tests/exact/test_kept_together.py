@@ -118,6 +118,12 @@ def as_by_accelerate(model: Model, together: bool = True) -> Facts:
     return train(model, together, loss=with_a_teacher, **OFTEN)
 
 
+def with_one_of_another_length(model: Model, together: bool = True) -> Facts:
+    """Those of its groups that are otherwise as many before are not replayed in one go."""
+    facts = train(model, together, **OFTEN)
+    return facts + train(model, together, sizes=(4,) * 3, lengths=(12, 9, 12, 12))
+
+
 GROUPED = {"adapter_kernels": "grouped"}
 RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "all": (partial(train, **OFTEN), few, ALL),
@@ -134,6 +140,7 @@ RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "between two": (between_two, few, ALL),
     "behind an error": (behind_an_error, few, ALL),
     "a pass without gradients": (as_by_accelerate, few, ALL),
+    "one of another length": (with_one_of_another_length, few, ALL),
 }
 
 
@@ -168,6 +175,20 @@ def test_memory_is_taken_for_recordings_and_then_for_copies() -> None:
     assert [key for key, _ in groupby(found)] == [("recordings", "copies"), ("copies",), ()]
 
 
+@pytest.mark.parametrize("have_rooms", [True, False])
+def test_a_group_of_other_forms_takes_no_memory_of_its_own(
+    have_rooms: bool, monkeypatch: Patch
+) -> None:
+    if not have_rooms:
+        none = property(lambda self: [], lambda self, value: None)
+        monkeypatch.setattr(HeldGraph, "rooms", none, raising=False)
+    model = on_tapes(few(), **ALL)
+    train(model, **OFTEN)
+    taken, waiting = (noted(monkeypatch, HeldGraph, each) for each in ("room", "put_aside"))
+    train(model, sizes=(4,), lengths=(12, 9, 12, 12))
+    assert waiting and bool(taken) is not have_rooms
+
+
 def stays_aside(first: int, monkeypatch: Patch) -> None:
     """From the call of that number on, no graph is copied back."""
     genuine, numbers = HeldGraph.bring_back, count()
@@ -196,7 +217,10 @@ def as_in_its_place(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Row, "has_aside", lambda *_: True)
 
 
-@pytest.mark.parametrize("fault", [partial(stays_aside, 12), as_in_its_place])
-def test_controls(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "which"),
+    [(partial(stays_aside, 12), "all"), (as_in_its_place, "behind an error")],
+)
+def test_controls(fault: Callable[[Patch], None], which: str, monkeypatch: Patch) -> None:
     fault(monkeypatch)
-    assert not as_resident("all")[0]
+    assert not as_resident(which)[0]

@@ -192,11 +192,12 @@ def test_stall_and_rate_are_measured(checkpoint: Path) -> None:
 
 
 def test_a_budget_is_kept_by_micro_batches_that_keep_their_graphs(tmp_path: Path) -> None:
-    """Some of the layers keep those of all four, with Liger's kernels."""
+    """Some of the layers keep those of all four, with Liger's kernels; then one of four is shorter."""
     pytest.importorskip("liger_kernel")
     checkpoint = write_layers(tmp_path, NUM_LAYERS, **FIELDS, attention_dropout=0.0)
     shape = {"batch_size": 2, "seq_len": 256, "accumulation": 4, "micro_batches": 4}
     step = [{key: each.to(DEVICE) for key, each in batch.items()} for batch in LONG_BATCHES[:4]]
+    mixed = [step[0], {key: each[:, :192] for key, each in step[1].items()}, *step[2:]]
 
     def model() -> Any:
         base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device=str(DEVICE))
@@ -208,8 +209,8 @@ def test_a_budget_is_kept_by_micro_batches_that_keep_their_graphs(tmp_path: Path
     def train_together(model: Any) -> list[torch.Tensor]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         losses = []
-        for _ in range(14):
-            losses += [each.detach() for each in poros.accumulate(model, step)]
+        for batches in [*[step] * 14, mixed, mixed]:
+            losses += [each.detach() for each in poros.accumulate(model, batches)]
             optimizer.step()
             optimizer.zero_grad()
         return losses

@@ -192,7 +192,7 @@ def test_stall_and_rate_are_measured(checkpoint: Path) -> None:
 
 
 def test_a_budget_is_kept_by_micro_batches_that_keep_their_graphs(tmp_path: Path) -> None:
-    """Some of the layers keep those of all four, with Liger's kernels; then one of four is shorter."""
+    """Some of the layers keep those of all four; then one of the four is shorter."""
     pytest.importorskip("liger_kernel")
     checkpoint = write_layers(tmp_path, NUM_LAYERS, **FIELDS, attention_dropout=0.0)
     shape = {"batch_size": 2, "seq_len": 256, "accumulation": 4, "micro_batches": 4}

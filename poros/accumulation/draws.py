@@ -128,18 +128,15 @@ class DrawTable:
         """Of what was drawn in the first layer, if anything was: as a forward draws the same in
         each layer, and one of a reference model behind it once more. None if it was not always."""
         self._misses: Counter[Hashable] = Counter()
-        self._layers: list[object] = []
+        self._layers: object = None
 
-    def begin(self, conditions: Sequence[Condition]) -> None:
-        """Forget what was drawn if layers, in these conditions now, have another dropout, say."""
-        now: list[object] = [
-            (id(each.contents), each.adapter_state, each.training, each.attributes.values)
-            for each in conditions
-        ]
-        if self._layers and now != self._layers:
+    def begin(self, now: Condition) -> None:
+        """Forget what was drawn if layers have another dropout, say, in their condition ``now``."""
+        layers = id(now.contents), now.adapter_state, now.training, now.attributes.values
+        if self._layers not in (None, layers):
             self._known.clear()
             self._multiples.clear()
-        self._layers = now
+        self._layers = layers
 
     def plan(self, shape: Hashable, first: Draws) -> Drawn | None:
         """What a micro-batch of this shape will have drawn, by its first layer, if it is known."""

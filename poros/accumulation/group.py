@@ -103,10 +103,8 @@ class Group(InPlace):
         """What names were bound to as the latest code ended."""
         self._values = HostValues()
         """While code of the model, and of nobody else, runs up to its first layer."""
-        self._conditions: list[Condition] = []
-        """Of the layers, as the code of the first one has called them."""
         self._condition: Condition | None = None
-        """Of all of them, then."""
+        """Of the layers, as the code of the first one has called them."""
         self._regions: Regions | None = None
         """In which it has."""
 
@@ -258,13 +256,12 @@ class Group(InPlace):
         if not self._outside.still_holds():
             raise NotGrouped("the model's code changes the model")
         regions = Regions.capture(self._device)
-        if not self._conditions:
-            self._regions = regions
-            self._note_conditions()
-            self._table.begin(self._conditions)
+        if self._condition is None and self._stack.is_current():
+            self._regions, self._condition = regions, self._stack.condition()
+            self._table.begin(self._condition)
         elif not self._still_hold():
             raise NotGrouped("layers that the loss changes while it runs")
-        if any(each.has_hooks for each in self._conditions):
+        if self._condition and self._condition.has_hooks:
             raise NotGrouped("hooks inside of layers")
         if regions != self._regions:
             raise NotGrouped("autocast or settings that are others for some micro-batches")
@@ -272,14 +269,9 @@ class Group(InPlace):
     def _still_hold(self, wherever: bool = False) -> bool:
         """Whether layers compute what they did; ``wherever``: blocks may lie elsewhere."""
         before, stack = self._condition, self._stack
-        if before and stack.is_current() and stack.condition().equals(before, wherever):
-            return True
-        pairs = zip(self._layers, self._conditions, strict=True)
-        return all(layer.condition().equals(each, wherever) for layer, each in pairs)
-
-    def _note_conditions(self) -> None:
-        self._conditions = [each.condition() for each in self._layers]
-        self._condition = self._stack.condition() if self._stack.is_current() else None
+        return (
+            before is not None and stack.is_current() and stack.condition().equals(before, wherever)
+        )
 
     def begin_pass(self, make_room: Callable[[], None]) -> bool:
         """The model's own code begins; whether this is a pass of its own."""
@@ -297,8 +289,8 @@ class Group(InPlace):
                 make_room()
             else:
                 self._make_less_room(make_room, error)
-        if self._conditions and self._runtime.room != room and self._still_hold(wherever=True):
-            self._note_conditions()
+        if self._runtime.room != room and self._still_hold(wherever=True):
+            self._condition = self._stack.condition()
         if len(self._batches) == 1:
             self._runtime.share_dense()
         return True

@@ -24,7 +24,7 @@ class LayerStack(Generic[Layer]):
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
         self.contents = LayerIndex(
-            {each.name.rpartition(".")[2]: each.contents().modules()[0] for each in layers},
+            {str(each.index): each.contents().modules()[0] for each in layers},
             set().union(*(each.weights.bindings.tensor_ids for each in layers)),
         )
 

@@ -76,11 +76,24 @@ def with_settings(model: Model, batch: Batch) -> torch.Tensor:
     return found
 
 
-LOSSES: dict[str, tuple[Loss, str, str]] = {
+def with_another_scaling(model: Model, batch: Batch) -> torch.Tensor:
+    """One layer's attention has another one while the model runs on a batch of odd length."""
+    attention = layers_of(model)[1].self_attn
+    before = attention.scaling
+    attention.scaling = before * (1 + batch["input_ids"].shape[1] % 2)
+    try:
+        return own_loss(model, batch)
+    finally:
+        attention.scaling = before
+
+
+CHANGES = "layers that the loss changes"
+LOSSES: dict[str, tuple[Loss, Any, str]] = {
     "gradients that are set": (setting_gradients, "used while", "used while"),
     "gradients that are deleted": (deleting_gradients, "used while", "used while"),
     "gradients within a backward": (within_its_backward, *["within a backward"] * 2),
     "settings that the loss changes": (with_settings, "changes settings", "settings of PyTorch"),
+    "layers that the loss changes": (with_another_scaling, (UNSUPPORTED, CHANGES), CHANGES),
 }
 
 

@@ -124,6 +124,11 @@ def with_one_of_another_length(model: Model, together: bool = True) -> Facts:
     return facts + train(model, together, sizes=(4,) * 3, lengths=(12, 9, 12, 12))
 
 
+def with_a_loss_that_waits(model: Model, together: bool = True) -> Facts:
+    """Its graph waits in a copy of a row, which then has to be free."""
+    return train(model, together, **OFTEN) + behind_a_loss(model, together, 3)
+
+
 GROUPED = {"adapter_kernels": "grouped"}
 RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "all": (partial(train, **OFTEN), few, ALL),
@@ -140,6 +145,7 @@ RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "between two": (between_two, few, ALL),
     "behind an error": (behind_an_error, few, ALL),
     "a pass without gradients": (as_by_accelerate, few, ALL),
+    "a loss that waits, later": (with_a_loss_that_waits, few, LAST),
     "one of another length": (with_one_of_another_length, few, ALL),
 }
 
@@ -217,9 +223,17 @@ def as_in_its_place(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Row, "has_aside", lambda *_: True)
 
 
+def stays_in_the_way(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(HeldGraph, "vacate", lambda *_: True)
+
+
 @pytest.mark.parametrize(
     ("fault", "which"),
-    [(partial(stays_aside, 12), "all"), (as_in_its_place, "behind an error")],
+    [
+        (partial(stays_aside, 12), "all"),
+        (as_in_its_place, "behind an error"),
+        (stays_in_the_way, "a loss that waits, later"),
+    ],
 )
 def test_controls(fault: Callable[[Patch], None], which: str, monkeypatch: Patch) -> None:
     fault(monkeypatch)

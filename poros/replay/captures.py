@@ -153,10 +153,11 @@ class Captures:
         form = self._form_of(call, kind)
         if form is not None and form.kind == "kept":
             other = None if form.forward is not None else self._in_the_way(layer, form)
-            if other is not None and not any(hasattr(p, "is_watched") for p in call.parameters):
-                run = beside or run  # the other form's recording has memory for the graph
             # There is memory for the graphs of all micro-batches that go together.
             is_free = form.in_flight() is None or (self._num_grouped > 1 and form.put_aside())
+            are_watched = any(hasattr(each, "is_watched") for each in call.parameters)
+            if (other is not None or not is_free) and not are_watched:
+                run = beside or run  # a recording has the memory that there is for the graph
             if not is_free or (other is not None and not self._has_place(layer, form)):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")

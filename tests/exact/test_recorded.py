@@ -514,3 +514,22 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
     model, captures, _ = recorded(few(), **KEPT)
     is_same = same(run(model), expected)
     assert captures.num_replays > 0 and is_same == is_guarded
+
+
+def test_one_graph_of_a_layer_is_kept_where_it_is_recorded(monkeypatch: Patch) -> None:
+    """There is memory for one: a second loss that waits for its backward recomputes."""
+
+    def run(model: Model) -> list[Any]:
+        facts: list[Any] = []
+        for _ in range(6):
+            losses = [loss_of(model), loss_of(model, shift=1)]
+            torch.stack(losses).sum().backward()
+            facts += [*(each.detach() for each in losses), *gradients(model)]
+            model.zero_grad()
+        return facts
+
+    expected = run(few())
+    model, captures, _ = recorded(few(), **{**KEPT, "self_check": "off"})
+    kept = noted(monkeypatch, StreamedLayer, "_run")
+    assert same(run(model), expected) and captures.num_replays
+    assert len(kept) == 2 * 2  # those of two layers in the first step: nothing is recorded then

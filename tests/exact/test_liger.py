@@ -135,6 +135,7 @@ def halved(forward: Any, input: torch.Tensor) -> Any:
     return 0.5 * forward(input)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edits", [(nothing, own_forwards), (wrapped_forwards,)], ids=["taken away", "wrapped"]
 )

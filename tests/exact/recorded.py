@@ -11,7 +11,7 @@ import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
 from tests import loops
-from tests.loops import Batch, Subject, adapted, bf16, own_loss, same, trained, training
+from tests.loops import Batch, Subject, adapted, bf16, own_loss, same, trained
 from tests.support import AS_PLAIN, poison_what_is_released
 from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
@@ -21,6 +21,7 @@ KEPT = {"slots": 2, "keep_last": 2}
 """A policy under which both layers keep their graph."""
 few = partial(adapted, target_modules=["q_proj", "down_proj"])
 """With two adapters a layer: what is recorded is the layer."""
+few_dense = partial(few, quantize=False)
 
 
 def recorded(model: Model, **policy: Any) -> tuple[Model, Any, TapeRecorder]:
@@ -98,8 +99,8 @@ def on_tapes(model: Model, **policy: Any) -> Model:
 # Layers that keep their graphs, and are replayed in a row.
 
 NUM_LAYERS = 4
-ONE_LENGTH: Any = {"sizes": (2,) * 5, "lengths": (12,), "together": False}
-undrawn = partial(training, num_layers=NUM_LAYERS, dropout=0.0)
+ONE_LENGTH: Any = {"sizes": (2,) * 4, "lengths": (12,), "together": False}
+undrawn = partial(few_dense, num_layers=NUM_LAYERS)
 """Layers that draw no random numbers."""
 
 

@@ -16,33 +16,35 @@ def small(architecture: str = "qwen2", **options: Any) -> Subject:
     return lambda: build(architecture, **options)
 
 
-PLAIN = small()
-FP32 = small(dtype=torch.float32)
-NO_DROPOUT = small(dropout=0.0)
-FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
-FP32_DENSE = small(dropout=0.0, dtype=torch.float32, quantize=False)
-"""Of 4-bit weights in full precision tapes give other bits under autocast."""
-DENSE = small(quantize=False)
 SHARED = small("gemma4_shared_kv", num_layers=4)
 
 
-def adapters_on(
-    *targets: str, quantize: bool = True, dropout: float = 0.0, **options: Any
-) -> Subject:
-    """Adapters of rank 4 on some projections."""
+def adapters_on(*targets: str, dropout: float = 0.0, **options: Any) -> Subject:
+    """Adapters of rank 4 on some projections; ``options`` of the base, and of the adapters."""
+    of_base = {name: options.pop(name) for name in ("quantize", "dtype") if name in options}
 
     def make() -> Model:
         torch.manual_seed(2)
-        base = small_base(quantize=quantize, dropout=dropout)
         given = {"lora_dropout": dropout, "init_lora_weights": False, **options}
-        return get_peft_model(base, LoraConfig(r=4, target_modules=list(targets), **given))
+        config = LoraConfig(r=4, target_modules=list(targets), task_type="CAUSAL_LM", **given)
+        return get_peft_model(small_base(dropout=dropout, **of_base), config)
 
     return make
 
 
+few = partial(adapters_on, "q_proj", "o_proj", "up_proj")
+PLAIN = few(dropout=0.05)
+FP32 = few(dropout=0.05, dtype=torch.float32)
+NO_DROPOUT = few()
+FP32_NO_DROPOUT = few(dtype=torch.float32)
+FP32_DENSE = few(dtype=torch.float32, quantize=False)
+"""Of 4-bit weights in full precision tapes give other bits under autocast."""
+DENSE = few(dropout=0.05, quantize=False)
+
+
 def two_adapters() -> Model:
     """The first of them is active."""
-    model = build()
+    model = PLAIN()
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     model.add_adapter("second", config)
@@ -63,7 +65,7 @@ def reading(auto_class: str, architecture: str = "qwen2", **options: Any) -> Sub
     def make() -> Model:
         base = small_base(architecture, auto_class=auto_class, **options)
         torch.manual_seed(2)
-        settings: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.05}
+        settings: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.05}
         config = LoraConfig(**settings, init_lora_weights=False, task_type=task_type)
         return get_peft_model(base, config)
 

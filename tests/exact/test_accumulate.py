@@ -277,8 +277,9 @@ def test_replayed_visits_of_a_reference_between() -> None:
         return (policy - reference).pow(2).mean() + policy.logsumexp(-1).mean()
 
     run: Any = {"sizes": (4,) * 4, "lengths": (12, 20, 12, 9), "loss": loss}
-    resident = train(adapted(), False, **run)
-    model, captures, _ = recorded(adapted(), **KEPT)
+    make = partial(few_dense, num_layers=2)
+    resident = train(make(), False, **run)
+    model, captures, _ = recorded(make(), **KEPT)
     assert same(train(model, **run), resident) and captures.num_replays > 10
 
 
@@ -375,12 +376,9 @@ def test_recorded_visits_that_share_dense_weights(keep_last: int) -> None:
     assert kinds == {True, False}
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_what_one_micro_batch_shows_holds_for_those_together_and_in_another_room(
-    shares: bool,
-) -> None:
+def test_what_one_micro_batch_shows_holds_for_those_together_and_in_another_room() -> None:
     """Each layer runs for the first one, and beside what is compared with it, in each room."""
-    model, *_ = recorded(few(), slots=2, share_dense=shares)
+    model, *_ = recorded(few(), slots=2, share_dense=True)
     eager = []
 
     def move(model: Model, number: int) -> None:

@@ -6,7 +6,6 @@ Of a model, of the user around its layers, and of whoever calls layers alone.
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -21,11 +20,11 @@ from poros.errors import PorosError, UnsupportedModelError
 from tests.exact.recorded import (
     NUM_LAYERS,
     ONE_LENGTH,
-    few,
     in_the_models_region,
     kept_in_a_row,
     num_joined,
     prepared_and_joined,
+    undrawn,
 )
 from tests.loops import Batch, accumulated, layers_of, own_loss, same, train
 from tests.replaced import Patch
@@ -34,8 +33,6 @@ Model = Any
 Layer = Callable[[int, Any], Any]
 """Calls the layer of that number."""
 Code = Callable[[Any, Layer], Any]
-undrawn = partial(few, num_layers=NUM_LAYERS)
-"""Few adapters a layer, and no random numbers: what is between layers matters."""
 
 
 def passed_on(hidden: Any, layer: Layer) -> Any:
@@ -242,7 +239,7 @@ def test_code_between_layers(which: str, loss: Any) -> None:
         def between(model: Model, number: int) -> None:
             codes.append(as_library(code if number in (2, 3) else passed_on))
 
-        return train(model, between=between, loss=loss, **ONE_LENGTH)
+        return train(model, between=between, loss=loss, **{**ONE_LENGTH, "sizes": (2,) * 5})
 
     codes: list[Code] = [passed_on]
     model = kept_in_a_row(with_code(undrawn(), codes))

@@ -77,23 +77,20 @@ def cells() -> Iterator[Program]:
     # The last two of its layers reuse the states of others.
     yield program("gemma4_shared_kv", Policy(**HOSTILE, block_size=2), num_layers=5)
     # Five layers, so that the last block is a short one; all of them in one block at the end.
-    for size, slots in ((1, 5), (2, 3), (5, 3)):
+    for size, slots in ((2, 3), (5, 3)):
         policy = Policy(**WATCHED, block_size=size, slots=slots)
         yield program(policy=policy, num_layers=5, **FEW, **ONE)
     yield program(policy=Policy(slots=3, keep_last=9), **FP32, **FEW)  # more than there are
-    for policy in (Policy(), Policy(**WATCHED, **HOST_INPUTS)):
-        yield program(policy=policy, autocast="each", **FP32)
+    yield program(policy=Policy(**WATCHED, **HOST_INPUTS), autocast="each", **FP32)
     # Gemma 4 has an embedding for each layer in one matrix, and scales it; its other one is tied.
     embedding, head = {"stream_embedding": True}, {"stream_head": True}
-    yield program("gemma4", Policy(**embedding, **WATCHED), **ONE)
+    yield program("gemma4", Policy(**embedding, **WATCHED), **ONE, **FEW)
     yield program(policy=Policy(**embedding, **HOSTILE, **SCALED), **FEW)
-    yield program(policy=Policy(**embedding), autocast="each", **FP32, **FEW)
     # The loss in slices, against a resident run with the same loss: the head resident or in host
     # memory, where Gemma's is the embedding too. Gemma 4 caps its logits, Mixtral adds to its loss.
     sliced = {"loss": "chunked"}
-    yield from (program(name, Policy(**sliced)) for name in ("mixtral", "gemma4"))
-    yield program("mixtral", Policy(**sliced, **head, **HOSTILE))
-    yield program("gemma4", Policy(**sliced, **head, **WATCHED), **ONE)
+    yield program("mixtral", Policy(**sliced, **head, **HOSTILE), **FEW)
+    yield program("gemma4", Policy(**sliced, **head, **WATCHED), **ONE, **FEW)
     yield program(policy=Policy(**sliced, **head, **HOSTILE, **SCALED), **FEW)
     yield program(policy=Policy(**sliced, **head, **embedding, **HOSTILE), **FP32, **FEW)
     yield program(policy=Policy(**sliced, **head), autocast="each", **FP32, **FEW)

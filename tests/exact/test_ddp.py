@@ -363,6 +363,7 @@ def assert_exact(folder: Path, cell: str) -> list[Bits]:
 
 
 REST = ("every_backward", "autocast", "static_graph", "together, unused", "together, bucket views")
+REST += ("together, inputs that require gradients", "together, synced", "taken")
 REFUSED = [name for name, cell in CELLS.items() if cell.error]
 TOGETHER = [name for name, cell in CELLS.items() if cell.together and name not in (*REST, *REFUSED)]
 """Grouped; or one after the other, where gradients are taken or exchanged in between."""

@@ -19,7 +19,8 @@ from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels import forwards
 from poros.kernels.forwards import LIBRARIES
 from poros.replay.uses import Observation
-from tests.exact.recorded import KEPT, as_resident, few, recorded, train
+from tests.exact.recorded import KEPT, as_resident, recorded, train
+from tests.exact.recorded import few_dense as few
 from tests.loops import Model, adapted, bf16, layers_of, mlps, own_loss, same, trained
 
 LATE = 5
@@ -80,8 +81,9 @@ def set_gain(model: Model, number: int) -> None:
         mlp.act_fn.held.gain = Scaled.gain
 
 
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("what", READ)
+@pytest.mark.parametrize(
+    ("what", "policy"), [*((each, {}) for each in READ), ("random numbers of its own", KEPT)]
+)
 @pytest.mark.usefixtures("as_users")
 def test_what_code_of_others_reads(what: str, policy: dict[str, Any]) -> None:
     run = partial(train, between=set_gain)
@@ -159,6 +161,7 @@ REGIONS: dict[str, Callable[[], Model]] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("which", REGIONS)
 @pytest.mark.usefixtures("as_users")
@@ -198,6 +201,7 @@ def test_adapters_that_are_shared_later_in_the_region_of_the_model(
             own_loss(model, {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]})
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("around", [None, bf16])
 def test_the_order_of_gradients_behind_a_penalty_that_has_gone(use_dora: bool, around: Any) -> None:

@@ -23,6 +23,7 @@ from poros.stream.boundary import detach_layer
 from poros.utils.devices import default_device
 from tests.command import rendered
 from tests.comparing import QUANTITIES, compare_mappings, compare_trajectories
+from tests.covers import with_slow
 from tests.loops import flip_nibble
 from tests.replaced import raising
 from tests.support import damaged, make_model, prepare_plain
@@ -230,6 +231,7 @@ def test_the_gate_of_a_kind_of_adapter_can_fail(adapter: str) -> None:
     assert not report.exact and report.differences[0].name.startswith("step 0, ")
 
 
+@pytest.mark.slow
 def test_the_gate_lets_adalora_cut_ranks_in_both_arms() -> None:
     options: dict[str, Any] = {"num_steps": 3, "num_layers": 2, "adapter": "adalora"}
     patterns = []
@@ -287,7 +289,7 @@ def test_check_model_dir_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
         check_model_dir(tmp_path, prepare=same)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "grouped"])
+@pytest.mark.parametrize("kernels", with_slow(["fused", "grouped"], ["fused"]))
 def test_it_compares_with_a_resident_run_of_the_same_kernels(kernels: str) -> None:
     """Of DoRA, and of LoRA in groups, whose bits are not PEFT's."""
     small: dict[str, Any] = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}

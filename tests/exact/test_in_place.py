@@ -192,7 +192,6 @@ def reading(layer: Any, _: Any, result: torch.Tensor) -> None:
 # Layers whose last projection is left out in each of three steps, and why not.
 LEFT_OUT: dict[str, tuple[str, Callable[[Model], None], int]] = {
     "qwen2": ("qwen2", nothing, 6),
-    "llama": ("llama", nothing, 6),
     "a norm behind": ("gemma3", nothing, 0),
     "hooks in one layer": ("qwen2", behind(lambda *_: None, "0.mlp"), 3),
     "a reader": ("qwen2", within(reading), 0),

@@ -93,7 +93,7 @@ def fused(
 @pytest.mark.parametrize("around", [nullcontext, bf16], ids=["", "autocast"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "phi3"])
 def test_fused_kernels_change_no_bit(
     architecture: str, options: dict[str, Any], dtype: torch.dtype, around: Any, quantize: bool
 ) -> None:

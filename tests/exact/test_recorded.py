@@ -27,7 +27,8 @@ from poros.replay.graphs import Fixed
 from poros.slots.schedule import Phase
 from poros.stream.boundary import StreamedLayer
 from poros.stream.offload import ActivationOffloader
-from tests.exact.recorded import KEPT, as_resident, few, gradients, loss_of, recorded, spoil, train
+from tests.exact.recorded import KEPT, as_resident, gradients, loss_of, recorded, spoil, train
+from tests.exact.recorded import few_dense as few
 from tests.loops import adapted, bf16, build, same, streamed, trained
 from tests.replaced import Patch, in_place_of, noted
 from tests.support import leaves_keys_always
@@ -120,22 +121,22 @@ def test_promised_architectures(architecture: str, policy: dict[str, Any]) -> No
     """Layers whose routers are recorded by hooks run as always."""
     reason = ENDS[architecture]
     options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
-    run = partial(train, num_steps=7)
-    captures = as_resident(partial(few, architecture, **options), run, **policy)
+    run = partial(train, num_steps=5)
+    captures = as_resident(partial(few, architecture, quantize=True, **options), run, **policy)
     assert (captures.num_replays > 0) == (reason is None)
     assert reason is None or reason in captures.eager
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", [{}, KEPT, {"offload_boundaries": True}])
+@pytest.mark.parametrize("policy", [{}, KEPT])
 def test_an_input_that_no_norm_has_seen_is_cast_for_each_module(policy: dict[str, Any]) -> None:
     """OLMo 2 has norms behind its modules alone. Of a leaf, autocast keeps one cast for all."""
     make = partial(adapted, "olmo2", lora_dropout=0.1)
-    expected = train(make(), around=bf16)
+    run = partial(train, num_steps=5, around=bf16)
+    expected = run(make())
     model, captures, _ = recorded(make(), **policy)
-    assert same(train(model, around=bf16), expected)
+    assert same(run(model), expected)
     assert captures.num_replays > 0 and set(captures.eager) <= {NEW}
-    assert same(train(streamed(make(), **{"slots": 2, **policy}), around=bf16), expected)
+    assert same(run(streamed(make(), **{"slots": 2, **policy})), expected)
 
 
 def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has() -> None:

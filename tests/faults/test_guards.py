@@ -275,6 +275,7 @@ def test_compiling_layers_and_what_holds_them_is_refused() -> None:
             module.compile()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_anew")
 def test_a_graph_around_the_layers_is_refused() -> None:
     batch = batches()[0]

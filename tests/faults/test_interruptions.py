@@ -47,7 +47,6 @@ from tools.tape import TapeRecorder
 
 Patch = pytest.MonkeyPatch
 Model = Any
-NUM_LAYERS = 4
 BATCHES = batches(3)
 
 
@@ -82,16 +81,16 @@ def raise_in(model: Any, layer: int, where: str, error: BaseException) -> Any:
 def test_healthy_steps_after_exceptions_equal_the_resident_ones() -> None:
     prepare = AdversarialPrepare()
     with prepare.watching():
-        model = prepare(build(num_layers=NUM_LAYERS), slots=3)
+        model = prepare(build(), slots=2)
         for where in ("forward", "recomputation", "gradient", "evaluation"):
             model.train(where != "evaluation")
-            for layer in range(NUM_LAYERS):
+            for layer in range(3):
                 error = KeyboardInterrupt() if layer == 1 else Interrupted("in a layer")
                 handle = raise_in(model, layer, where.replace("evaluation", "forward"), error)
                 with torch.set_grad_enabled(model.training), pytest.raises(type(error)):
                     loss_of(model, 1).backward()
                 handle.remove()
-        assert_same_run(run(build(num_layers=NUM_LAYERS)), run(model))
+        assert_same_run(resident_run(), run(model))
         runtime = poros.runtime(model)
         before = runtime.stats()["num_loads"]
         loss_of(model, 0).backward()
@@ -187,7 +186,7 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("self_check", "apart"),
     [
-        *(("off", 1021), ("strict", 4001)),
+        ("off", 1021),
         *(pytest.param(each, 257, marks=pytest.mark.slow) for each in ("off", "strict")),
     ],
 )

@@ -176,12 +176,9 @@ FAILURES = {
     "host store": ("poros.host.store.HostStore.allocate", 1, HostMemoryError("none left")),
     "second slab": ("poros.host.slab.HostSlab.__init__", 2, HostMemoryError("none left")),
     "move in the middle": ("poros.host.slab.HostSlab.tensor", 30, RuntimeError("no tensor")),
-    "ring": ("poros.slots.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
     "second slot": ("poros.eager_streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
-    "manager": ("poros.slots.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
     "twin in the middle": ("poros.stream.frozen.DeviceConstants.get", 7, RuntimeError("none")),
     "bindings of block 3": ("poros.stream.visit.LayerBindings.__init__", 3, RuntimeError("no")),
-    "layer 3": ("poros.stream.boundary.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards half-way": ("poros.model.guards._always", 4, RuntimeError("no guards")),
     "loss in slices": ("poros.head.takeover._Loss.__init__", 1, RuntimeError("no loss")),
     "slices of the head": ("poros.head.slices.SliceReader.__init__", 1, RuntimeError("no slices")),
@@ -279,7 +276,7 @@ def evaluate(model: Any, number: int) -> None:
         model(**batches()[number % 2])
 
 
-SLOW = [each for each in tiny.ARCHITECTURES if each not in ("qwen2", "gemma4_shared_kv")]
+SLOW = [each for each in tiny.ARCHITECTURES if each != "gemma4_shared_kv"]
 HOOKED = "qwen2 with a hook inside"
 
 

@@ -221,7 +221,8 @@ def losses() -> Iterator[tuple[str, Row]]:
     frozen = row(Train(False, "lora"), SetMode(), forwards=forward(inputs="embeds_grad"))
     program = replace(frozen.program, optimizer="in_backward")  # which needs no parameters
     yield "no trainable adapter", Row(program)
-    paths = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    paths = [f"self_attn.{each}_proj" for each in "qkvo"]
+    paths += [f"mlp.{each}_proj" for each in ("gate", "up", "down")]
     for place, path in enumerate((*paths, "self_attn", "mlp", "input_layernorm")):
         capture = Hook("forward", "capture", layer=1, part=path)
         subject = Subject(quantize=place % 2 == 0, targets="qv")

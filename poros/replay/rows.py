@@ -14,7 +14,9 @@ Note: In one go
 
 Note: Layers that keep their graphs
     The recording of such a layer has one graph in its memory. So the joined forward copies that of
-    each micro-batch to memory of its own, and the joined backward copies each back.
+    each micro-batch to memory of its own, and the joined backward copies each back. Where calls are
+    not all of one form, or fewer, and so are replayed one by one, their graphs wait there as well:
+    there is no memory for more.
 
 Note: Which
     Those of one form that draw no random numbers: what a micro-batch draws in one layer is not

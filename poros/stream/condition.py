@@ -36,7 +36,7 @@ _OTHER_ADAPTERS = (
 
 
 class Condition:
-    """Of one layer, of that qualified ``name``, now.
+    """Of one layer, of that qualified ``name``, now; or of several (``poros.stream.stack``).
 
     Attributes:
         marks: Its tensors that do not stream, but for frozen adapters that do not act.

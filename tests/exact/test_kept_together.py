@@ -182,8 +182,9 @@ def test_memory_is_taken_for_recordings_and_then_for_copies() -> None:
 
 
 @pytest.mark.parametrize("have_rooms", [True, False])
-def test_a_group_of_other_forms_takes_no_memory_of_its_own(
-    have_rooms: bool, monkeypatch: Patch
+@pytest.mark.parametrize("lengths", [(12, 9, 12, 12), (12, 12, 12)], ids=["two forms", "fewer"])
+def test_a_group_that_is_not_replayed_in_one_go_takes_no_memory_of_its_own(
+    lengths: tuple[int, ...], have_rooms: bool, monkeypatch: Patch
 ) -> None:
     if not have_rooms:
         none = property(lambda self: [], lambda self, value: None)
@@ -191,7 +192,7 @@ def test_a_group_of_other_forms_takes_no_memory_of_its_own(
     model = on_tapes(few(), **ALL)
     train(model, **OFTEN)
     taken, waiting = (noted(monkeypatch, HeldGraph, each) for each in ("room", "put_aside"))
-    train(model, sizes=(4,), lengths=(12, 9, 12, 12))
+    train(model, sizes=(len(lengths),), lengths=lengths)
     assert waiting and bool(taken) is not have_rooms
 
 

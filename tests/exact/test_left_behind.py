@@ -231,7 +231,7 @@ def that_look(layer: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
     return own(*args, **kwargs) * rate
 
 
-@pytest.mark.parametrize("kind", [list, tuple, set, dict])
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset, dict])
 def test_containers_of_a_layer_that_are_edited(kind: Callable[..., Any]) -> None:
     def rates(value: float) -> Any:
         return {"a": value} if kind is dict else kind([value])
@@ -240,7 +240,7 @@ def test_containers_of_a_layer_that_are_edited(kind: Callable[..., Any]) -> None
         for layer in layers_of(model):
             if number == 0:
                 layer.rates = rates(0.5)
-            elif number == LATE and kind is tuple:
+            elif number == LATE and kind in (tuple, frozenset):
                 layer.rates = rates(1.5)
             elif number == LATE:
                 layer.rates.clear()

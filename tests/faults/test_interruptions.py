@@ -186,7 +186,7 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
 @pytest.mark.parametrize(
     ("self_check", "apart"),
     [
-        ("off", 1021),
+        *(("off", 1021), ("strict", 4001)),
         *(pytest.param(each, 257, marks=pytest.mark.slow) for each in ("off", "strict")),
     ],
 )

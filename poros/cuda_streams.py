@@ -158,14 +158,17 @@ def _set_current(stream_id: int, device_index: int, device_type: int) -> None:
     )
 
 
-def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream to record on, on which nothing else is queued.
+def recording_stream(
+    device: torch.device, others: Sequence[torch.cuda.Stream] = ()
+) -> torch.cuda.Stream:
+    """A stream to record on, none of ``others``, on which nothing else is queued.
 
     PyTorch has a bounded pool of streams of each priority, and hands them out again and again. This
     one is of another priority than those for copies, so it is none of them.
     """
+    taken = [torch.cuda.current_stream(device), *others]
     stream = torch.cuda.Stream(device, priority=-1)
-    while stream == torch.cuda.current_stream(device):
+    while stream in taken:
         stream = torch.cuda.Stream(device, priority=-1)
     return stream
 

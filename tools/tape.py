@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from poros.replay.graphs import Recorder, Recording
+from poros.replay.graphs import Recorder, Recording, in_order
 from tools.adversary import tensors_in
 
 _READ_BY_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -47,8 +47,14 @@ class TapeRecorder(Recorder):
         storages = {_place_of(each): each.untyped_storage() for each in made if not each.is_meta}
         return [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages.values()]
 
-    def join(self, recordings: Sequence[Recording]) -> Recording:
-        return _Joined([each.tape for each in recordings if isinstance(each, _TapeRecording)])
+    def join(
+        self, recordings: Sequence[Recording], behind: Sequence[Sequence[int]] | None = None
+    ) -> Recording:
+        tapes = [each.tape for each in recordings if isinstance(each, _TapeRecording)]
+        return _Joined(tapes, behind or in_order(len(tapes)))
+
+    def beside(self) -> "TapeRecorder":
+        return TapeRecorder()
 
     def forget(self) -> None:
         self._last = None
@@ -82,10 +88,17 @@ class _TapeRecording:
 
 
 class _Joined:
-    """Tapes one behind the other, which may read what those before have made."""
+    """Tapes, which may read what those have made that they wait for.
 
-    def __init__(self, tapes: Sequence["Tape"]) -> None:
-        self._tapes = tapes
+    Of those that may run, the one that was given last runs first.
+    """
+
+    def __init__(self, tapes: Sequence["Tape"], behind: Sequence[Sequence[int]]) -> None:
+        self._tapes, left = list[Tape](), list(range(len(tapes)))
+        while left:
+            ready = [each for each in left if not any(waited in left for waited in behind[each])]
+            left.remove(ready[-1])
+            self._tapes.append(tapes[ready[-1]])
         self._read = {_place_of(tensor) for each in tapes for tensor in each.given()}
 
     def replay(self) -> None:

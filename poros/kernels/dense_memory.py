@@ -36,6 +36,16 @@ class DenseWorkspace:
         self.num_bytes = num_bytes
         self._device = device
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._is_left_alone = False
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Weights in the body have memory of their own: what is recorded runs beside others."""
+        self._is_left_alone = True
+        try:
+            yield
+        finally:
+            self._is_left_alone = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of a weight has memory of its own
@@ -43,7 +53,7 @@ class DenseWorkspace:
     def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized, until the next is taken; memory of its own if there is not enough."""
         num_bytes = shape.numel() * dtype.itemsize
-        if num_bytes > self.num_bytes:
+        if num_bytes > self.num_bytes or self._is_left_alone:
             return torch.empty(shape, dtype=dtype, device=self._device)
         return self._memory[:num_bytes].view(dtype).view(shape)
 

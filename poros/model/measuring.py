@@ -59,7 +59,7 @@ RESERVE = 1.5
 """Factor of the length for which room is given up, once a batch has not fitted."""
 MAX_ROUNDS = 2
 """Measured steps after which the room may grow."""
-MAX_PUT_OFF = 2
+MAX_PUT_OFF = 4
 """Steps in a row that are not measured because visits were recorded in them."""
 SPARE_SHARE = 0.02
 """Share of the budget that is left free where room is bought: gaps between tensors differ from step

@@ -194,6 +194,7 @@ class Runtime(Passes):
             self.sizer.explain,
             self.tally,
             self._dense,
+            self.constants.workspace,
         )
         self.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
         context.captures = self.captures

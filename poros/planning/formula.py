@@ -13,7 +13,8 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     embedding, head, other   what else is not in the layers, and what is small in them (norms,
                   biases, quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
-    copies        one more graph of each kept layer, if micro-batches go together
+    copies        if micro-batches go together: one more graph of each kept layer, and recordings
+                  of a second one at a time
     dense layer   the 4-bit weights of one layer, dense, which micro-batches together share
     dense weight  memory for one 4-bit weight at a time, dense, which visits have that may be
                   recorded; where they are, it is one of the recordings
@@ -46,7 +47,7 @@ from poros.errors import VRAMBudgetError
 from poros.head.choice import stays_on_host
 from poros.host.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds, optimizer_cost
-from poros.replay.graphs import MOST_FLOP, SAVED_TOGETHER
+from poros.replay.graphs import MOST_FLOP, MOST_JOINED, SAVED_TOGETHER
 from poros.slots.schedule import divide
 from poros.utils.formatting import size
 
@@ -389,16 +390,23 @@ class _Formula:
         are counted as kept graphs.
         """
         inputs = self.together * len(self.cost.layers[first_kept:]) * self.cost.boundary
+        return inputs + self._recorded_layer
+
+    @property
+    def _recorded_layer(self) -> int:
         largest = max((layer.peak for layer in self.cost.layers), default=0)
-        return largest + inputs + self.request.libraries
+        return largest + self.request.libraries
 
     def _copies(self, first_kept: int) -> int:
-        """Count one graph and input more for each kept layer whose micro-batches go together.
+        """Count what visits take besides, once they are joined.
 
-        Once visits are joined, the graphs of all are in copies beside the recording's memory.
+        The graphs of all kept layers are in copies beside a recording's memory. From three
+        micro-batches on, every other one is replayed by a recording of its own.
         """
-        kept = self.cost.layers[first_kept:] if self.together > 1 else ()
-        return sum(layer.saved + self.cost.boundary for layer in kept)
+        if self.together == 1 or (self.together - 1) * self.cost.boundary > MOST_JOINED:
+            return 0
+        kept = sum(layer.saved + self.cost.boundary for layer in self.cost.layers[first_kept:])
+        return kept + (self._recorded_layer if self.together > 2 else 0)
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""

@@ -32,6 +32,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ from torch import nn
 
 from poros.errors import ParityError, UnsupportedModelError
 from poros.replay.call import LEAVES, CallFacts, LayerCall
-from poros.replay.forms import Form, Replayed, hold_tensors
+from poros.replay.forms import Form, HeldGraph, Replayed, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
 from poros.replay.remat import Backward, RematerializeLayer, ReplayedVisit
@@ -111,9 +112,12 @@ class Captures:
         self.is_on = True
         self.eager: Counter[str] = Counter()
         self.num_recorded = 0
-        self.rows = Rows(memory, recorder, self.note_replays)
-        self.segments = Segments(memory, self.rows.links, self)
+        self._held: weakref.WeakSet[HeldGraph] = weakref.WeakSet()
+        """Memory of recordings that may have the graph of a call, until its backward."""
+        self.rows = Rows(memory, self.note_replays, self._held)
         self._recordings = Recordings(recorder, memory)
+        self._seconds = Recordings(recorder.beside(), SharedMemory(device), are_beside=True)
+        self.segments = Segments(memory, self._recordings.links, self)
         self._device = device
         self._is_strict = is_strict
         self._most_tokens = most_tokens
@@ -121,8 +125,6 @@ class Captures:
         self._num_passes, self._num_grouped = 0, 1
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
-        self._held: weakref.WeakSet[Form] = weakref.WeakSet()
-        """Forms with a call whose graph lies in the memory of a recording, until its backward."""
         self._has_moved = False
         """Whether blocks have got other places since layers were recorded."""
 
@@ -161,7 +163,7 @@ class Captures:
             if not is_free or (other is not None and not self._has_place(layer, form)):
                 # The device computes it twice then: less than the host takes to run it once.
                 form = self._form_of(call, "recomputed")
-            elif self._would_lose(form):
+            elif not self._spares_others(form):
                 form.clear()
                 self._num_wasted[layer.index] += 1
         if form is None:
@@ -235,9 +237,9 @@ class Captures:
         self.note_replays(form, 1)
         if form.kind == "inference":
             return form.facts.result_of(results)
-        form.in_flight = weakref.ref(call)
-        if form.kind == "kept":
-            self._held.add(form)
+        if form.held is not None:
+            form.held.note_at(call, None)
+            self._held.add(form.held)
         apart = call.layer.context.without_graph
         if apart is not None and form.facts.may_be_apart:
             apart.append(ReplayedVisit(call, form, kept, self.backward))
@@ -248,10 +250,10 @@ class Captures:
         call.tensors = ()  # autograd keeps them from here on, and releases them after backward
         return form.facts.result_of(outputs)
 
-    def _would_lose(self, form: Form) -> bool:
-        """Whether replaying the forward of ``form`` could overwrite a graph that is held."""
-        held = [each for each in self._held if each.in_flight() is not None]
-        return form.forward is not None and any(other.order > form.order for other in held)
+    def _spares_others(self, form: Form) -> bool:
+        """Whether a replay of the forward of ``form`` can overwrite no graph that is held."""
+        lost = [] if form.held is None else form.held.overwritten(self._held)
+        return not lost or (self._num_grouped > 1 and all(each.put_aside() for each in lost))
 
     def note_replays(self, form: Form, number: int) -> None:
         """Count forwards of ``form`` that were replayed."""
@@ -264,15 +266,16 @@ class Captures:
             self.is_on
             and not any(_is_watched(each, "kept") for each in layers)
             and all(form.in_flight() is None for form in forms)
-            and not self._would_lose(forms[0])
+            and self._spares_others(forms[0])
         )
 
     def note_kept(self, forms: Sequence[Form], visit: object) -> None:
         """They were; their graphs are kept as long as ``visit`` is there."""
         for form in forms:
-            form.in_flight = weakref.ref(visit)
+            if form.held is not None:
+                form.held.note_at(visit, None)
+                self._held.add(form.held)
             form.last_visit += 1
-            self._held.add(form)
             self.note_replays(form, 1)
         self.rows.num_joined += len(forms)
 
@@ -485,12 +488,28 @@ class Captures:
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
+                    if self.rows.wants_second(form) and form.in_flight() is None:
+                        self._record_second(layer, form)
                     has_taken |= self.rows.join(form)
                 except RuntimeError as error:
                     reason = str(error).partition("\n")[0]
                     logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
                     form.rows.clear()
         return has_taken
+
+    def _record_second(self, layer: LayerBody, form: Form) -> None:
+        """Record ``form`` once more. That is to be proved, and its rows are to be joined anew."""
+        other = replace(form, forward=None, backward=None, held=None, steady=None, rows={})
+        torch.cuda.empty_cache()
+        try:
+            self._seconds.record(layer, other)
+        except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
+            form.has_no_second = True
+            reason = str(error).partition("\n")[0]
+            logger.warning("poros: visits of %s are replayed one by one: %s", layer.name, reason)
+        else:
+            form.trade(other)
+            form.rows = dict.fromkeys(form.rows)
 
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
@@ -518,7 +537,7 @@ class Captures:
     def terms_to_come(self) -> Sequence[str]:
         """Terms of a plan (``poros.planning.formula``) for memory that is not taken yet."""
         forms = [form for of_layer in self._forms.values() for form in of_layer.values()]
-        if not self.is_on or any(row for form in forms for row in form.rows.values() if form.held):
+        if not self.is_on or any(row for form in forms for row in form.rows.values()):
             return ()
         is_recorded = any(form.forward is not None for form in forms)
         return ("copies",) if is_recorded else ("recordings", "copies")
@@ -535,6 +554,7 @@ class Captures:
                 form.clear()
         self._has_moved = True
         self._recordings.forget()
+        self._seconds.forget()
 
     def _take_up(self, layers: Sequence[LayerBody]) -> None:
         """Know forms of before again, of layers that have not changed but for their places.

@@ -6,9 +6,9 @@ state around it, the same tensors of the layer at the same addresses.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -18,6 +18,7 @@ from poros.kernels.copies import copy_all
 from poros.replay.call import CallFacts, LayerCall
 from poros.replay.casts import AdapterCasts
 from poros.replay.graphs import Fixed, Recording
+from poros.replay.links import Links
 from poros.replay.routing import Tensors
 from poros.replay.uses import Around, Uses
 from poros.stream.condition import Condition
@@ -65,6 +66,18 @@ class Replayed:
         return [None if place is None else made[place] for place in self.places]
 
 
+class Room:
+    """Memory, in one piece, for a copy of a graph.
+
+    Attributes:
+        call: Gives the call whose graph is there, if it is not gone.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.call: Callable[[], object | None] = lambda: None
+
+
 class HeldGraph:
     """The graph that a recorded forward leaves, in memory of its own, for a recorded backward.
 
@@ -74,53 +87,112 @@ class HeldGraph:
     Attributes:
         inputs, results: Of the recorded forward.
         places: All memory that the graph is in: flat, of one dtype.
+        order: Of the recorded forward, among those that were recorded with the same ``links``.
+        in_flight: Gives the call, or the visit of a segment (``poros.replay.segment``), whose graph
+            is in its places, if it is not gone.
         rooms: Memory for copies that is there already, a row's.
     """
 
-    def __init__(self, inputs: Tensors, results: Tensors, places: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inputs: Tensors,
+        results: Tensors,
+        places: Sequence[torch.Tensor],
+        links: Links,
+        order: int,
+    ) -> None:
         self.inputs, self.results, self.places = inputs, results, places
-        self.rooms: list[Sequence[torch.Tensor]] = []
-        self._aside: WeakKeyDictionary[object, Sequence[torch.Tensor]] = WeakKeyDictionary()
+        self.links, self.order = links, order
+        self.in_flight: Callable[[], object | None] = lambda: None
+        self.rooms: list[Room] = []
+        self._aside: WeakKeyDictionary[object, Room] = WeakKeyDictionary()
 
-    def room(self) -> Sequence[torch.Tensor]:
-        """Memory for a copy, in one piece."""
-        sizes = [len(each) for each in self.places]
-        return self.places[0].new_empty(sum(sizes)).split(sizes)
+    @property
+    def size(self) -> int:
+        """Elements in all places."""
+        return sum(map(len, self.places))
 
-    def note_aside(self, call: object, copies: Sequence[torch.Tensor]) -> None:
-        """The graph of ``call`` is in these from now on."""
-        self._aside[call] = copies
+    def within(self, room: Room) -> Sequence[torch.Tensor]:
+        """What is for each place in a room, which may be larger."""
+        return room.memory[: self.size].split([len(each) for each in self.places])
 
-    def aside(self, call: object) -> Sequence[torch.Tensor] | None:
-        """Where the graph of ``call`` is, if it is not in its places."""
-        return self._aside.get(call)
+    def note_at(self, call: object, room: Room | None) -> None:
+        """The graph of ``call`` is in ``room`` from now on; None: in its places."""
+        if room is None:
+            self.in_flight = ref(call)
+        else:
+            self._aside[call], room.call = room, ref(call)
 
-    def put_aside(self, call: object) -> None:
-        """Copy what is in its places: the graph of ``call``."""
-        taken = set(map(id, self._aside.values()))
-        room = next((each for each in self.rooms if id(each) not in taken), None) or self.room()
-        copy_all(room, self.places)
-        self._aside[call] = room
+    def is_at(self, call: object, room: Room | None) -> bool:
+        """Whether the graph of ``call`` is in ``room``; None: in its places."""
+        return self.in_flight() is call if room is None else self._aside.get(call) is room
 
-    def vacate(self, rooms: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Have the graphs that wait in these wait elsewhere; whether there is memory for that."""
-        theirs = set(map(id, rooms))
-        for call, room in list(self._aside.items()):
-            if id(room) in theirs:
-                try:
-                    self._aside[call] = self.room()
-                except torch.OutOfMemoryError:
-                    return False
-                copy_all(self._aside[call], room)
+    def put_aside(self) -> bool:
+        """Have its places free for the graph of another call; whether they are."""
+        call = self.in_flight()
+        if call is None:
+            return True
+        if not isinstance(call, LayerCall):
+            return False
+        room = next((each for each in self.rooms if each.call() is None), None) or self.new_room()
+        if room is None:
+            return False
+        copy_all(self.within(room), self.places)
+        self.note_at(call, room)
+        self.in_flight = lambda: None
         return True
 
-    def bring_back(self, call: object) -> None:
-        """Copy the graph of ``call`` there."""
-        copy_all(self.places, self._aside.pop(call))
+    def vacate(self, rooms: Sequence[Room]) -> bool:
+        """Have the graphs that wait in these wait elsewhere; whether there is memory for that."""
+        for call, room in list(self._aside.items()):
+            if room in rooms:
+                other = self.new_room()
+                if other is None:
+                    return False
+                copy_all(self.within(other), self.within(room))
+                self.note_at(call, other)
+                room.call = lambda: None
+        return True
+
+    def bring_back(self, call: object) -> bool:
+        """Have the graph of ``call`` in its places; whether it is there."""
+        if self.in_flight() is call:
+            return True
+        if call not in self._aside or (self.in_flight() is not None and not self.put_aside()):
+            return False
+        copy_all(self.places, self.within(self._aside[call]))
+        self.forget(call)
+        self.note_at(call, None)
+        return True
 
     def forget(self, call: object) -> None:
         """The graph of ``call`` is not needed any more."""
-        self._aside.pop(call, None)
+        room = self._aside.pop(call, None)
+        if room is not None:
+            room.call = lambda: None
+        if self.in_flight() is call:
+            self.in_flight = lambda: None
+
+    def overwritten(self, others: Iterable["HeldGraph"]) -> list["HeldGraph"]:
+        """Those of which a replay of its forward could overwrite a graph."""
+        later = (each for each in others if each.links is self.links and each.order > self.order)
+        return [each for each in later if each.in_flight() is not None]
+
+    def new_room(self) -> Room | None:
+        """Memory for a copy; None if the device has none."""
+        try:
+            return Room(self.places[0].new_empty(self.size))
+        except torch.OutOfMemoryError:
+            return None
+
+
+class Second(NamedTuple):
+    """A form that was recorded once more, with other memory, for visits at the same time."""
+
+    forward: Replayed
+    backward: Replayed
+    held: HeldGraph | None
+    links: Links
 
 
 def hold_tensors(modules: Sequence[nn.Module]) -> bool:
@@ -183,11 +255,12 @@ class Form:
     """Backwards by so many micro-batches, one behind the other."""
     held: HeldGraph | None = None
     """Of layers that keep their graph."""
-    order: int = 0
-    """Of the recorded forward, among those of layers that keep their graph."""
-    in_flight: Callable[[], object | None] = lambda: None
-    """The call whose forward was replayed last: of layers that keep their graph, that whose graph
-    is in its places (``held``), or the visit of a segment (``poros.replay.segment``)."""
+    links: Links | None = None
+    """Of what is recorded."""
+    second: Second | None = None
+    """For every other visit of a row."""
+    has_no_second: bool = False
+    """Whether the device could not record one."""
 
     @property
     def facts(self) -> CallFacts:
@@ -213,36 +286,34 @@ class Form:
             return False
         return self.forward is None or (self.wants_steady and self.steady is None)
 
+    def in_flight(self) -> object | None:
+        """What has its graph in the places of ``held``; None if nothing has."""
+        return None if self.held is None else self.held.in_flight()
+
     def backward_of(self, call: LayerCall, around: Around) -> Replayed | None:
         """The recorded backward, if what it reads is still that of the forward of ``call``."""
         is_same = around == self.around and self.dense_address == call.layer.dense_address
         if not is_same or self.backward is None:
             return None
-        return self.backward if self.kind != "kept" or self._bring_back(call) else None
+        if self.held is None or self.held.bring_back(call):
+            return self.backward
+        second = self.second
+        is_there = second is not None and second.held is not None and second.held.bring_back(call)
+        return second.backward if is_there and second is not None else None
 
     def put_aside(self) -> bool:
         """Have its places free for the graph of another call; whether they are, or it has none."""
-        call = self.in_flight() if self.held is not None else None
-        if call is None or self.held is None:
-            return True
-        if not isinstance(call, LayerCall):
-            return False
-        try:
-            self.held.put_aside(call)
-        except torch.OutOfMemoryError:
-            return False
-        self.in_flight = lambda: None
-        return True
+        return self.held is None or self.in_flight() is None or self.held.put_aside()
 
-    def _bring_back(self, call: LayerCall) -> bool:
-        """Have the graph of ``call`` in its places; whether it is there."""
-        if self.in_flight() is call:
-            return True
-        if self.held is None or self.held.aside(call) is None or not self.put_aside():
-            return False
-        self.held.bring_back(call)
-        self.in_flight = ref(call)
-        return True
+    def trade(self, other: "Form") -> None:
+        """Take what was recorded of ``other``, its like; what it has is for every other visit."""
+        if self.forward is None or self.backward is None or self.links is None:
+            raise LookupError("expected a form that is recorded, found one that is not")
+        self.second = Second(self.forward, self.backward, self.held, self.links)
+        self.forward, self.backward, self.links = other.forward, other.backward, other.links
+        if self.held is not None and other.held is not None:
+            other.held.rooms = self.held.rooms
+        self.held = other.held
 
     def learn(self, facts: CallFacts, uses: Uses, around: Around) -> None:
         """A call that ran has been differentiated, and has shown ``uses``."""
@@ -265,15 +336,18 @@ class Form:
 
     def release(self, call: object) -> None:
         """The graph of a call that was kept, or of a segment, is not needed any more."""
-        if self.held is not None:
-            self.held.forget(call)
-        if self.in_flight() is call:
-            self.in_flight = lambda: None
+        for held in self.all_held():
+            held.forget(call)
+
+    def all_held(self) -> list[HeldGraph]:
+        """``held``, and that of the ``second``; none if it keeps no graph."""
+        second = None if self.second is None else self.second.held
+        return [each for each in (self.held, second) if each is not None]
 
     def clear(self) -> None:
         """Nothing of it is recorded; what is known stays."""
-        self.forward = self.backward = self.steady = self.held = None
-        self.wants_steady, self.in_flight = False, lambda: None
+        self.forward = self.backward = self.steady = self.held = self.links = self.second = None
+        self.wants_steady = self.has_no_second = False
         self.num_replays, self.rows, self.num_rows = 0, {}, Counter()
 
     def refuse(self, reason: str) -> None:

@@ -35,6 +35,10 @@ SAVED_TOGETHER = 2 / 3
 copied out and back. An estimate: on an H200 the kernels of eight micro-batches of 512 tokens took
 286 ms instead of 336 in a 7B model, and some 25 of these may be for the copies."""
 
+MOST_JOINED = 2**26
+"""Bytes of hidden states of micro-batches that are replayed in one go: see "Which" in
+``poros.replay.rows``. There is memory for these twice."""
+
 _ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
 
@@ -68,12 +72,23 @@ class Recorder(ABC):
         """All that one which is held has left for another to read: flat, of one dtype."""
 
     @abstractmethod
-    def join(self, recordings: Sequence[Recording]) -> Recording | None:
-        """Make one of several that draw no random numbers, in order; None if nothing can.
+    def join(
+        self, recordings: Sequence[Recording], behind: Sequence[Sequence[int]] | None = None
+    ) -> Recording | None:
+        """Make one of several that draw no random numbers; None if nothing can.
+
+        Args:
+            recordings: These.
+            behind: For each, the numbers of those before it that it waits for; what waits for
+                nothing in common may run at the same time. None: each waits for the one before it.
 
         Raises:
             RuntimeError: If the device cannot.
         """
+
+    @abstractmethod
+    def beside(self) -> "Recorder":
+        """One whose recordings may run at the same time as those of this one."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -87,8 +102,8 @@ class CudaRecorder(Recorder):
     it holds. So those that are held have a pool of their own.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, other: "CudaRecorder | None" = None) -> None:
+        self._device, self._other = device, other
         self._stream: torch.cuda.Stream | None = None
         self._pools = {is_held: _Pool() for is_held in (False, True)}
         self._left: weakref.WeakKeyDictionary[Recording, dict[int, int]] = (
@@ -98,7 +113,9 @@ class CudaRecorder(Recorder):
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
-            self._stream = recording_stream(self._device)
+            # cuBLAS has a workspace for each stream, which its recorded products use.
+            others = [self._other._stream] if self._other and self._other._stream else []
+            self._stream = recording_stream(self._device, others)
             prepare_to_record(self._device)
             with torch.cuda.stream(self._stream):  # cuBLAS's workspace is in no graph's memory then
                 torch.ones(1, 1, device=self._device) @ torch.ones(1, 1, device=self._device)
@@ -135,11 +152,16 @@ class CudaRecorder(Recorder):
         places = self._left[recording].items()
         return [torch.as_tensor(_Memory(*each), device=self._device) for each in places]
 
-    def join(self, recordings: Sequence[Recording]) -> Recording | None:
+    def join(
+        self, recordings: Sequence[Recording], behind: Sequence[Sequence[int]] | None = None
+    ) -> Recording | None:
         graphs = [each for each in recordings if isinstance(each, torch.cuda.CUDAGraph)]
         if not can_join() or len(graphs) < len(recordings):
             return None
-        return JoinedGraph(graphs, self._device)
+        return JoinedGraph(graphs, behind or in_order(len(graphs)), self._device)
+
+    def beside(self) -> "CudaRecorder":
+        return CudaRecorder(self._device, other=self)
 
     def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.
@@ -292,25 +314,39 @@ class SharedMemory:
             fixed.forget()
 
 
+def in_order(number: int) -> list[list[int]]:
+    """For each of so many recordings that it waits for the one before it."""
+    return [[each - 1] if each else [] for each in range(number)]
+
+
 class JoinedGraph:
-    """Graphs that were captured with ``keep_graph=True``, in order, as one.
+    """Graphs that were captured with ``keep_graph=True`` as one; ``behind``: see ``join``.
 
     Raises:
         RuntimeError: If the driver cannot join them.
     """
 
-    def __init__(self, graphs: Sequence[torch.cuda.CUDAGraph], device: torch.device) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[torch.cuda.CUDAGraph],
+        behind: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
         self._graphs = graphs  # they hold the memory of their tensors
         self._device = device
-        whole, before, self._executable = (ctypes.c_void_p() for _ in range(3))
+        whole, self._executable = ctypes.c_void_p(), ctypes.c_void_p()
+        nodes: list[ctypes.c_void_p] = []
         with torch.cuda.device(device):
             _call("cuGraphCreate", ctypes.byref(whole), ctypes.c_uint(0))
             try:
-                for number, graph in enumerate(graphs):
+                for graph, waited in zip(graphs, behind, strict=True):
                     node, child = ctypes.c_void_p(), ctypes.c_void_p(graph.raw_cuda_graph())
-                    behind = ctypes.byref(before), ctypes.c_size_t(min(number, 1))
-                    _call("cuGraphAddChildGraphNode", ctypes.byref(node), whole, *behind, child)
-                    before = node
+                    before = (ctypes.c_void_p * len(waited))(
+                        *[nodes[each].value for each in waited]
+                    )
+                    about = whole, before, ctypes.c_size_t(len(waited)), child
+                    _call("cuGraphAddChildGraphNode", ctypes.byref(node), *about)
+                    nodes.append(node)
                 made = ctypes.byref(self._executable)
                 _call("cuGraphInstantiateWithFlags", made, whole, ctypes.c_ulonglong(0))
             finally:

@@ -9,10 +9,11 @@ Note: Memory
     memory of their temporary tensors, because visits are one after the other. What a layer that
     keeps its graph holds from forward to backward is nobody else's: its recording has copies of the
     inputs, and what autograd has saved stays alive with it. A forward that was recorded before may
-    use the same memory in between, so it is not replayed meanwhile (``Form.order``).
+    use the same memory in between, so it is not replayed meanwhile (``HeldGraph.order``).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -22,6 +23,7 @@ from poros.replay.call import CallFacts
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Form, HeldGraph, Replayed
 from poros.replay.graphs import Fixed, Recorder, Recording, SharedMemory, Spec
+from poros.replay.links import Links
 from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors
 from poros.replay.uses import Around
 from poros.stream.attention import AttentionKernels, unchanged_flags
@@ -29,11 +31,20 @@ from poros.stream.body import LayerBody
 
 
 class Recordings:
-    """Makes the recordings of one model, of which ``recorder`` and ``memory`` are."""
+    """Makes recordings of one model, of which ``recorder`` and ``memory`` are.
 
-    def __init__(self, recorder: Recorder, memory: SharedMemory) -> None:
+    Args:
+        are_beside: Whether they may run at the same time as others.
+
+    Attributes:
+        links: Joins them.
+    """
+
+    def __init__(self, recorder: Recorder, memory: SharedMemory, are_beside: bool = False) -> None:
         self._recorder = recorder
         self._memory = memory
+        self._are_beside = are_beside
+        self.links = Links(recorder)
         self._num_held = 0
         self._dense: DenseLayer | None = None
 
@@ -45,7 +56,9 @@ class Recordings:
                 it may be recorded then.
         """
         facts, around = form.facts, form.around
+        workspace = layer.context.workspace if self._are_beside else None
         with (
+            nullcontext() if workspace is None else workspace.left_alone(),
             layer.weights.hold(None, facts.leaves),
             layer.assuming_dense(form.dense_address),
             facts.rng.replay(),
@@ -60,7 +73,7 @@ class Recordings:
                 self._dense = dense
             if form.forward is None:
                 with AttentionKernels() as attention:
-                    form.forward = self._forward(layer, form)
+                    form.forward, form.links = self._forward(layer, form), self.links
                     if around is not None:
                         form.backward = self._backward(layer, form, around)
                 form.may_vary = attention.may_vary
@@ -91,8 +104,8 @@ class Recordings:
         recording, casts = self._record(layer, facts, run, is_held=is_kept)
         if is_kept:
             self._num_held += 1
-            form.order = self._num_held
-            form.held = HeldGraph(*held[0], self._recorder.memory_of(recording))
+            places = self._recorder.memory_of(recording)
+            form.held = HeldGraph(*held[0], places, self.links, order=self._num_held)
         return Replayed(recording, given, gives[0], range(len(gives[0].tensors)), casts)
 
     def _backward(

@@ -12,11 +12,17 @@ Note: In one go
     take their places; so do gradients. Gradients of adapters are added to a copy of the sum so far,
     for one micro-batch after the other.
 
+Note: Two at a time
+    The products of one micro-batch are too small to fill a device. So a visit is recorded twice,
+    with other memory for all that it writes, and every other micro-batch is replayed by the second
+    one, at the same time. The sums over micro-batches keep their order.
+
 Note: Layers that keep their graphs
     The recording of such a layer has one graph in its memory. So the joined forward copies that of
-    each micro-batch to memory of its own, and the joined backward copies each back. Where calls are
-    not all of one form, or fewer, and so are replayed one by one, their graphs wait there as well:
-    there is no memory for more.
+    each micro-batch to memory of its own, and the joined backward copies each back; but for one of
+    the second recording, which is the last there in forward and the first in backward. Where calls
+    are not all of one form, or fewer, and so are replayed one by one, their graphs wait there as
+    well: there is no memory for more.
 
 Note: Which
     Those of one form that draw no random numbers: what a micro-batch draws in one layer is not
@@ -24,24 +30,21 @@ Note: Which
     with large ones a device is busy for longer than the host, and the memory is better used.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from operator import is_
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakSet
 
 import torch
 
 from poros.kernels.copies import copy_all
-from poros.replay.call import LayerCall, total
-from poros.replay.forms import Form, HeldGraph, Replayed
-from poros.replay.graphs import Recorder, Recording, SharedMemory, Spec
+from poros.replay.call import LayerCall
+from poros.replay.forms import Form, HeldGraph, Replayed, Room, Second
+from poros.replay.graphs import MOST_JOINED, Recording, SharedMemory, Spec
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import OF_ADAPTERS, GradientSums
 from poros.slots.schedule import Phase
 from poros.stream.rng import RngStash
 
-_MOST_BYTES = 2**26
-"""Of the hidden states of a row. There is memory for these twice."""
 _MOST_ROWS = 4
 """Of one form: numbers of micro-batches that are joined. One of layers that keep their graphs, of
 which each has copies."""
@@ -57,8 +60,10 @@ class Row:
         gradients: Those of their results, and after a replay those of their hidden states.
         total: The sum of the gradients of adapters, without those of these micro-batches and then
             with them.
-        one_backward: The recorded backward of one of them.
-        aside: Copies of the graph of each, and of the one before them, of a layer that keeps them.
+        one_backward: The recorded backward of the one before them.
+        branches: What is recorded of one, that may run at the same time as the others.
+        homes: Where the graph of the one before them, and of each, waits, if the layer keeps them:
+            of which recording it is, and the room; None for the recording's own memory.
         forward, backward: Those of all.
         parts: What these are joined of.
     """
@@ -67,51 +72,76 @@ class Row:
     backward: Recording
     parts: Sequence[Recording]
 
-    def __init__(self, form: Form, memory: SharedMemory, number: int, piece: torch.Tensor) -> None:
+    def __init__(
+        self,
+        form: Form,
+        branches: Sequence[Second],
+        memory: SharedMemory,
+        number: int,
+        piece: torch.Tensor,
+    ) -> None:
         hidden, *others = form.facts.specs
-        self.one_backward = form.backward
+        self.one_backward, self.branches = form.backward, branches
         self.hidden = memory.of("hidden states of a row", [hidden] * number)
         self.gradients = memory.of("gradients of a row", [hidden] * number)
         (self.total,) = memory.of("sums of a row", [Spec.of(piece)]).tensors
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
-        self.aside = [form.held.room() for _ in range(number + 1)] if form.held else []
-        if form.held is not None:
-            form.held.rooms += self.aside
+        self.homes = self._make_homes(form.held, number) if form.held else []
         self._waiting: WeakSet[LayerCall] = WeakSet()
         """The calls whose graphs are in these copies, until their backward."""
+
+    def _make_homes(self, first: HeldGraph, number: int) -> list[tuple[HeldGraph, Room | None]]:
+        size = max(each.held.size for each in self.branches if each.held)
+        of_all = [first, *(self.branch_of(part).held or first for part in range(number))]
+        homes: list[tuple[HeldGraph, Room | None]] = []
+        for place, held in enumerate(of_all):
+            stays = place == 1 and held is not first
+            homes.append((held, None if stays else Room(held.places[0].new_empty(size))))
+        first.rooms += [room for _, room in homes if room is not None]
+        return homes
+
+    def branch_of(self, number: int) -> Second:
+        """What the visit of that number is replayed by."""
+        return self.branches[number % len(self.branches)]
 
     def given(self, number: int) -> list[torch.Tensor]:
         """What the visit of that number reads."""
         first = number * self._num_others
         return [self.hidden.tensors[number], *self._others.tensors[first:][: self._num_others]]
 
-    def fill(self, one: Replayed, sources: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Have the tensors of each call there, for one replay of a recording made of ``one``."""
-        one.given.forget()  # those of the last call are there then
+    def fill(self, ones: Sequence[Replayed], sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Have the tensors of each call there, for one replay of a recording made of ``ones``."""
+        for one in ones:
+            one.given.forget()  # those of the last call are there then
         # Results take the places of hidden states, so none of these is there already.
         copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
         self._others.fill([tensor for each in sources for tensor in each[1:]])
 
-    def make_free(self, held: HeldGraph) -> bool:
-        """Have nothing in its copies; whether there is memory for others' graphs that wait there.
+    def make_free(self) -> bool:
+        """Have no graph where it leaves some; whether others' that wait there could go elsewhere.
 
-        Those that a replay of it has left are gone.
+        Those that a replay of it has left are gone. The one before it has left the recording's.
         """
-        for known in self._waiting:
-            held.forget(known)
+        rooms = [room for _, room in self.homes if room is not None]
+        every = [each.held for each in self.branches if each.held]
+        for held in every:
+            for known in self._waiting:
+                held.forget(known)
         self._waiting = WeakSet()
-        return held.vacate(self.aside)
+        are_elsewhere = all(held.vacate(rooms) for held in every)
+        return are_elsewhere and all(held.in_flight() is None for held in every)
 
-    def have_aside(self, held: HeldGraph, calls: Sequence[LayerCall]) -> None:
-        """The graphs of ``calls`` wait in its copies from now on."""
+    def have_graphs(self, calls: Sequence[LayerCall]) -> None:
+        """The graphs of ``calls``, the first one's and theirs, wait there from now on."""
         self._waiting = WeakSet(calls)
-        for call, copies in zip(calls, self.aside, strict=False):
-            held.note_aside(call, copies)
+        for call, (held, room) in zip(calls, self.homes, strict=True):
+            held.note_at(call, room)
 
-    def has_aside(self, held: HeldGraph, calls: Sequence[LayerCall]) -> bool:
-        """Whether the graphs of ``calls`` wait in its copies, behind that of the first one."""
-        return all(map(is_, map(held.aside, calls), self.aside[1:]))
+    def has_graphs(self, calls: Sequence[LayerCall]) -> bool:
+        """Whether the graphs of its ``calls`` wait there still."""
+        homes = zip(calls, self.homes[1:], strict=True)
+        return all(held.is_at(call, room) for call, (held, room) in homes)
 
     def fill_gradients(self, gradients: Sequence[torch.Tensor], total: torch.Tensor) -> None:
         """Have the gradients of results there, and the sum so far, for one replay."""
@@ -119,64 +149,23 @@ class Row:
         self.total.copy_(total)
 
 
-class Links:
-    """What passes tensors on between recordings that are joined: each copy is recorded once."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._known: WeakValueDictionary[Hashable, Recording] = WeakValueDictionary()
-        """What several have in common; they hold the tensors of it."""
-
-    def join(self, recordings: Sequence[Recording]) -> Recording | None:
-        """As ``Recorder.join``."""
-        return self._recorder.join(recordings)
-
-    def copies(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Recording:
-        """Of ``sources`` to their places."""
-        return self._once(lambda: copy_all(places, sources), "copy", *places, *sources)
-
-    def add(self, place: torch.Tensor, term: torch.Tensor) -> Recording:
-        """Of a term to the sum in its place."""
-
-        def run() -> None:
-            place.add_(term)
-
-        return self._once(run, "sum", place, term)
-
-    def copy_of_sum(self, place: torch.Tensor, terms: Sequence[torch.Tensor]) -> Recording:
-        """Of the sum of ``terms``, one after the other."""
-
-        def run() -> None:
-            found = total(terms)
-            if found is not None:
-                place.copy_(found)
-
-        return self._once(run, "copy of a sum", place, *terms)
-
-    def _once(self, run: Callable[[], None], what: str, *tensors: torch.Tensor) -> Recording:
-        """Record what is done with these tensors, once for all layers."""
-        key = what, *[(each.data_ptr(), each.shape, each.dtype) for each in tensors]
-        found = self._known.get(key)
-        if found is None:
-            with torch.no_grad():
-                found = self._known[key] = self._recorder.record(run)
-        return found
-
-
 class Rows:
     """Replays visits that are right behind another one of their layer, and notes how many.
 
     Attributes:
         num_joined: Visits that were replayed in one go with others, of micro-batches or layers.
-        links: Joins recordings.
+
+    ``note`` counts replays. ``held`` are graphs that calls have in memory of recordings.
     """
 
     def __init__(
-        self, memory: SharedMemory, recorder: Recorder, note: Callable[[Form, int], None]
+        self,
+        memory: SharedMemory,
+        note: Callable[[Form, int], None],
+        held: "WeakSet[HeldGraph]",
     ) -> None:
         self.num_joined = 0
-        self._memory, self._note = memory, note
-        self.links = Links(recorder)
+        self._memory, self._note, self._held = memory, note, held
 
     def one(
         self, visit: ReplayedVisit, arguments: LayerCall, hidden: torch.Tensor, rng: RngStash
@@ -206,7 +195,8 @@ class Rows:
             call.note_end()
         else:
             call.note_end_as(rng)
-        form.in_flight = ref(call)
+        if form.held is not None:
+            form.held.note_at(call, None)
         self._note(form, 1)
         return form.facts.result_of(results), visit.again(call, kept)
 
@@ -224,12 +214,16 @@ class Rows:
             return None
         form, held = visit.form, visit.form.held
         if held is not None:
-            if form.in_flight() is not visit.call or not row.make_free(held):
+            if not held.is_at(visit.call, None):
                 return None
-            form.in_flight = lambda: None  # its graph gives way to those of the others
+            held.in_flight = lambda: None  # its graph gives way to those of the others
+            lost = (each.overwritten(self._held) for each in form.all_held())
+            if not row.make_free() or any(lost):
+                held.note_at(visit.call, None)
+                return None
         sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
         with visit.call.layer.weights.occupy(Phase.FORWARD):
-            row.fill(forward, sources)
+            row.fill([each.forward for each in row.branches], sources)
             row.forward.replay()
             results = row.hidden.copies()
         found: list[tuple[Any, ReplayedVisit]] = []
@@ -238,7 +232,8 @@ class Rows:
             call.note_end_as(rng)
             found.append((form.facts.result_of([result]), visit.again(call, source)))
         if held is not None:
-            row.have_aside(held, [visit.call, *(each.call for _, each in found)])
+            row.have_graphs([visit.call, *(each.call for _, each in found)])
+            self._held.update(form.all_held())
         self._note_joined(form, len(found))
         return found
 
@@ -264,16 +259,18 @@ class Rows:
             return None
         if form.held is not None:
             calls = [each.call for each in visits]
-            if not form.put_aside() or not row.has_aside(form.held, calls):
+            if not form.put_aside() or not row.has_graphs(calls):
                 return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]
             for visit in visits:
                 visit.release()
             with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
+                ones = [each.backward for each in row.branches]
                 if form.held is None:
-                    row.fill(behind, sources)
-                behind.given.forget()  # what arrived for the last call is there then
+                    row.fill(ones, sources)
+                for one in ones:
+                    one.given.forget()  # what arrived for the last call is there then
                 row.fill_gradients(gradients, total)
                 row.backward.replay()
                 total.copy_(row.total)
@@ -287,11 +284,16 @@ class Rows:
 
     # ------------------------------------------------------------------- joining
 
+    def wants_second(self, form: Form) -> bool:
+        """Whether a row is wanted of which two visits are to be replayed at a time."""
+        wanted = (each for each, made in form.rows.items() if made is None)
+        return max(wanted, default=0) > 1 and form.second is None and not form.has_no_second
+
     def join(self, form: Form) -> bool:
         """Join what is recorded of ``form``, where that is wanted and can be.
 
         Returns:
-            Whether that took memory for graphs.
+            Whether that took memory.
 
         Raises:
             RuntimeError: If the device cannot.
@@ -301,46 +303,101 @@ class Rows:
             form.rows[number] = self._joined(form, number)
             if form.rows[number] is None:
                 del form.rows[number]
-        return bool(wanted) and form.held is not None
+        return bool(wanted)
 
     def _joined(self, form: Form, number: int) -> Row | None:
-        forward, backward = form.forward, form.backward
-        piece = None if backward is None else backward.gives.piece_of(OF_ADAPTERS)
-        if forward is None or backward is None or piece is None:
+        if form.forward is None or form.backward is None or form.links is None:
             return None
-        uses = [use for each in form.facts.uses.of_tensors for use in each]
-        places = [backward.places[use] for use in uses]
-        terms = [backward.gives.tensors[each] for each in places if each is not None]
-        if uses and not terms:
+        own = Second(form.forward, form.backward, form.held, form.links)
+        branches = [own] if form.second is None else [form.second, own]
+        piece = form.backward.gives.piece_of(OF_ADAPTERS)
+        if piece is None or (any(form.facts.uses.of_tensors) and not self._terms(form, own)):
             return None
-        row = Row(form, self._memory, number, piece)
-        (result,) = forward.gives.tensors
-        own = () if form.held is None else form.held.places
-        saved = [self.links.copies(copies, own) for copies in row.aside]
-        brought_back = [self.links.copies(own, copies) for copies in row.aside[1:]]
-        forwards, backwards = saved[:1], list[Recording]()
-        for part in range(number):
-            given, gradient = row.given(part), row.gradients.tensors[part]
-            forwards += [
-                self.links.copies(forward.given.tensors, given),
-                forward.recording,
-                *saved[part + 1 :][:1],
-                self.links.copies([given[0]], [result]),
-            ]
-            read = [gradient] if row.aside else [*given, gradient]
-            backwards += [
-                *brought_back[part:][:1],
-                self.links.copies(backward.given.tensors, read),
-                backward.recording,
-                self.links.add(row.total, piece),
-                *([self.links.copy_of_sum(gradient, terms)] if terms else []),
-            ]
-        forward_of_all, backward_of_all = map(self.links.join, (forwards, backwards))
+        row = Row(form, branches, self._memory, number, piece)
+        forward, backward = self._forwards(row, own, number), self._backwards(form, row, number)
+        forward_of_all, backward_of_all = (
+            form.links.join(each.recordings, each.behind) for each in (forward, backward)
+        )
         if forward_of_all is None or backward_of_all is None:
             return None
         row.forward, row.backward = forward_of_all, backward_of_all
-        row.parts = [*forwards, *backwards]
+        row.parts = [*forward.recordings, *backward.recordings]
         return row
+
+    def _terms(self, form: Form, branch: Second) -> list[torch.Tensor]:
+        """Of the gradient of hidden states, in the fixed memory of a recorded backward."""
+        uses = [use for each in form.facts.uses.of_tensors for use in each]
+        places = [branch.backward.places[use] for use in uses]
+        return [branch.backward.gives.tensors[each] for each in places if each is not None]
+
+    def _forwards(self, row: Row, own: Second, number: int) -> "_Steps":
+        steps = _Steps()
+        if own.held is not None:
+            _, room = row.homes[0]
+            steps.add(own, _copy_out(own, own.held, room))
+        for branch in row.branches:
+            if branch is not own and branch.forward.casts is not None:
+                steps.add(branch, branch.forward.casts.recordings)
+        for part in reversed(range(number)):
+            branch, given = row.branch_of(part), row.given(part)
+            forward, links = branch.forward, branch.links
+            steps.add(branch, [links.copies(forward.given.tensors, given), forward.recording])
+            if row.homes:
+                steps.add(branch, _copy_out(branch, *row.homes[1 + part]))
+            steps.add(branch, [links.copies(given[:1], forward.gives.tensors)])
+        return steps
+
+    def _backwards(self, form: Form, row: Row, number: int) -> "_Steps":
+        steps = _Steps()
+        for branch in row.branches:
+            if branch.backward is not row.one_backward and branch.backward.casts is not None:
+                steps.add(branch, branch.backward.casts.recordings)
+        summed: int | None = None
+        for part in range(number):
+            branch, gradient = row.branch_of(part), row.gradients.tensors[part]
+            backward, links, given = branch.backward, branch.links, row.given(part)
+            if row.homes:
+                given = []
+                held, room = row.homes[1 + part]
+                if room is not None:
+                    steps.add(branch, [links.copies(held.places, held.within(room))])
+            steps.add(branch, [links.copies(backward.given.tensors, [*given, gradient])])
+            steps.add(branch, [backward.recording])
+            piece: Any = backward.gives.piece_of(OF_ADAPTERS)
+            summed = steps.add(branch, [links.add(row.total, piece)], behind=summed)
+            terms = self._terms(form, branch)
+            steps.add(branch, [links.copy_of_sum(gradient, terms)] if terms else [])
+        return steps
+
+
+def _copy_out(branch: Second, held: HeldGraph, room: Room | None) -> list[Recording]:
+    """What copies a graph to ``room``; nothing if it stays."""
+    return [] if room is None else [branch.links.copies(held.within(room), held.places)]
+
+
+class _Steps:
+    """Recordings that are to be joined: those of one branch in order.
+
+    Attributes:
+        recordings: All.
+        behind: For each, the numbers of those that it waits for.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+        self.behind: list[list[int]] = []
+        self._last: dict[int, int] = {}
+
+    def add(
+        self, branch: object, recordings: Sequence[Recording], behind: int | None = None
+    ) -> int | None:
+        """Add to a branch what also waits for the number ``behind``; the number of the last."""
+        for each in recordings:
+            before = self._last.get(id(branch)), behind
+            self.behind.append([number for number in before if number is not None])
+            self._last[id(branch)] = len(self.recordings)
+            self.recordings.append(each)
+        return self._last.get(id(branch))
 
 
 def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:
@@ -361,7 +418,7 @@ def _may_be_together(visits: Sequence[ReplayedVisit], gradient: torch.Tensor) ->
         facts.uses.has_single_parameters
         and facts.forms[0][:2] == hidden
         and (gradient.shape, gradient.dtype) == hidden
-        and len(visits) * gradient.nbytes <= _MOST_BYTES
+        and len(visits) * gradient.nbytes <= MOST_JOINED
         and not torch._C._len_torch_dispatch_stack()
         and form.dense_address == first.layer.dense_address
         and all(

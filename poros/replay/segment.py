@@ -30,10 +30,10 @@ from poros.kernels.nodes import unwritten_tensors
 from poros.replay.call import NUM_OF_FORM, LayerCall, total
 from poros.replay.forms import Form, Replayed
 from poros.replay.graphs import Recording, SharedMemory, Spec
+from poros.replay.links import Links
 from poros.replay.pending import Pending, Result, with_values
 from poros.replay.remat import written
 from poros.replay.routing import OF_ADAPTERS, Gradients, Tensors, Terms, hand_in
-from poros.replay.rows import Links
 from poros.replay.uses import Around, Source
 from poros.stream.args import as_result
 from poros.stream.body import LayerBody

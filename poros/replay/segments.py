@@ -9,8 +9,8 @@ from torch import nn
 from poros.kernels.forwards import foreign_code, is_of_library
 from poros.replay.forms import Form
 from poros.replay.graphs import SharedMemory
+from poros.replay.links import Links
 from poros.replay.routing import OF_ADAPTERS
-from poros.replay.rows import Links
 from poros.replay.segment import Owner, Segment
 from poros.stream.body import LayerBody
 
@@ -147,5 +147,7 @@ def _is_behind(before: Form, form: Form) -> bool:
         form.facts.specs[0] == before.facts.specs[0]
         and form.facts.has_gradient_of_hidden
         and form.around == before.around
-        and form.order > before.order
+        and before.held is not None
+        and form.held is not None
+        and form.held.order > before.held.order
     )

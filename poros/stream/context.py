@@ -12,7 +12,7 @@ from torch import nn
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.adapters import KernelStats
-from poros.kernels.dense_memory import DenseLayer
+from poros.kernels.dense_memory import DenseLayer, DenseWorkspace
 from poros.kernels.forwards import is_in_library, is_of_library
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader
@@ -55,6 +55,8 @@ class ModelContext:
     """Counts calls of adapters; None if they run as PEFT has them."""
     dense: DenseLayer | None = None
     """Memory for the dense weights of a layer, for calls that share them."""
+    workspace: DenseWorkspace | None = None
+    """Memory for one dense weight at a time."""
     visits: Visits = field(default_factory=Visits)
     offloader: ActivationOffloader | None = None
     """Where inputs wait for their backward; None keeps them on the device."""
@@ -148,9 +150,7 @@ class ModelContext:
     def has_trainable_parameter(self) -> bool:
         """Whether any parameter of the model requires a gradient now."""
         model = self.model()
-        return model is not None and any(
-            parameter.requires_grad for parameter in model.parameters()
-        )
+        return model is not None and any(each.requires_grad for each in model.parameters())
 
 
 def _is_of_python(module: str) -> bool:

@@ -114,7 +114,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-ALIKE: Any = {"sizes": (3,) * 7, "lengths": (12,)}
+ALIKE: Any = {"sizes": (3,) * 8, "lengths": (12,)}
 ALIKE_RUN: Callable[..., Facts] = partial(train, **ALIKE)
 
 
@@ -255,7 +255,7 @@ def without_what_was_there(self: Row, gradients: Any, total: torch.Tensor) -> No
     self.total.zero_()
 
 
-def with_tables_of_before(self: Row, one: Replayed, sources: Any) -> None:
+def with_tables_of_before(self: Row, ones: Any, sources: Any) -> None:
     """The next layer's first visit takes what it is given besides to be there still."""
     copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
     self._others.fill([tensor for each in sources for tensor in each[1:]])
@@ -281,7 +281,7 @@ def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("join", [raising(RuntimeError, "none left"), nothing])
 def test_what_cannot_be_joined(join: Callable[..., Any], monkeypatch: Patch) -> None:
-    monkeypatch.setattr(TapeRecorder, "join", lambda self, recordings: join(self))
+    monkeypatch.setattr(TapeRecorder, "join", lambda self, *recordings: join(self))
     assert joined() == (True, 0)
 
 

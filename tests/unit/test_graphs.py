@@ -86,7 +86,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-    monkeypatch.setattr(graphs, "recording_stream", lambda device: Stream())
+    monkeypatch.setattr(graphs, "recording_stream", lambda *_: Stream())
     return cuda
 
 

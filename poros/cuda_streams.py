@@ -41,9 +41,6 @@ class CudaStreams(StreamContext):
         self._memories.add(memory)
         return memory
 
-    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def abandon(self, memory: torch.Tensor, event: Event) -> None:
         memory.record_stream(self._copies())
 

@@ -1,7 +1,6 @@
 """The streams of a device that has none, which is a CPU."""
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -13,9 +12,6 @@ class EagerStreams(StreamContext):
 
     def beside(self) -> "EagerStreams":
         return EagerStreams(self.device)
-
-    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def abandon(self, memory: torch.Tensor, event: Event) -> None:
         pass

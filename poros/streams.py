@@ -62,7 +62,6 @@ class StreamContext(ABC):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A flat uint8 device tensor that the copy stream will write. Contents are undefined."""
 
-    @abstractmethod
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A device tensor for one copy, in the compute stream's memory. Contents are undefined.
 
@@ -70,6 +69,7 @@ class StreamContext(ABC):
         stream's own. So it must be kept until the compute stream has waited for the copy, or be
         given to ``abandon``.
         """
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     @abstractmethod
     def abandon(self, memory: torch.Tensor, event: Event) -> None:

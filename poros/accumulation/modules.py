@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poros.stream.layer_index import values_of
-from poros.stream.marks import versions_of
+from poros.stream.marks import Identities, version_of
 from poros.stream.namespaces import CONTAINERS, content_of, is_like, refill
 
 
@@ -21,7 +21,7 @@ class Trained(NamedTuple):
     parameters: list[nn.Parameter]
     """Each in each of its places."""
     versions: list[int]
-    places: tuple[list[int], list[int]]
+    places: tuple[Identities, Identities]
     """Equal ones mean: the same parameters and modules."""
 
 
@@ -31,7 +31,7 @@ class Modules:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._all: list[nn.Module] = []
-        self._children: list[int] = []
+        self._children = Identities([])
         self._tables: list[dict[str, Any]] = []
         self._child_tables: list[dict[str, Any]] = []
 
@@ -57,14 +57,15 @@ class Modules:
                 each for each in values_of(self._tables) if each is not None and each.requires_grad
             ]
             versions = [each._version for each in found]
-        return Trained(found, versions, (list(map(id, found)), self._children_now()))
+        return Trained(found, versions, (Identities(found), self._children_now()))
 
     def have_shared(self, found: Trained) -> bool:
         """Whether a ``found`` parameter is in several places, or in a module that is."""
-        trained = found.places[0]
-        if len(set(trained)) < len(trained):
+        trained = set(map(id, found.parameters))
+        if len(trained) < len(found.parameters):
             return True
-        shared = {child for child, number in Counter(self._children).items() if number > 1}
+        children = map(id, self._children.objects)
+        shared = {child for child, number in Counter(children).items() if number > 1}
         return any(
             id(parameter) in trained
             for module in self._all
@@ -72,8 +73,8 @@ class Modules:
             for parameter in module.parameters()
         )
 
-    def _children_now(self) -> list[int]:
-        return list(map(id, values_of(self._child_tables)))
+    def _children_now(self) -> Identities:
+        return Identities(values_of(self._child_tables))
 
 
 class Outside:
@@ -172,3 +173,9 @@ def _is_same_table(own: dict[str, Any], copied: dict[str, Any]) -> bool:
 
 _SMALL_NUM_BYTES = 2**20
 _LEFT_OUT = frozenset({"_parameters", "_modules", "training"})
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """``version_of`` each, without a subclass that sees it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(version_of, tensors))

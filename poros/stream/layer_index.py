@@ -20,7 +20,7 @@ from poros.errors import PreparedModelError
 from poros.kernels.forwards import PatchedForward, foreign_code, is_forward_of_liger
 from poros.stream.adapters import Adapter, is_adapter_module, places
 from poros.stream.attributes import Attributes
-from poros.stream.marks import Marks
+from poros.stream.marks import Identities, Marks
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -103,19 +103,18 @@ class LayerIndex:
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        now = list(map(id, values_of(self._tensor_tables)))
-        if now == self._ids:
+        now = values_of(self._tensor_tables)
+        if Identities(now) == self._tensors:
             return True
         is_in_place = all(each.key in each.owner for each in self.places)
-        return is_in_place and set(now) == set(self._ids)
+        return is_in_place and set(map(id, now)) == set(map(id, self._tensors.objects))
 
     def note_tensors(self) -> None:
         """Note which tensors there are now: the layer itself may make some as it runs.
 
         They are kept alive, so that ids stay theirs.
         """
-        self._tensors = values_of(self._tensor_tables)
-        self._ids = list(map(id, self._tensors))
+        self._tensors = Identities(values_of(self._tensor_tables))
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""

@@ -1,7 +1,7 @@
 """What tensors were at one time, to be compared with another."""
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -11,12 +11,27 @@ _FORM, _VERSION = attrgetter("dtype", "shape"), attrgetter("_version")
 _REQUIRES = attrgetter("requires_grad")
 
 
+class Identities:
+    """Objects; equal to others if they are the very same. Audit hooks hear of each ``id``."""
+
+    __slots__ = ("objects",)
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        theirs = other.objects if isinstance(other, Identities) else ()
+        return len(self.objects) == len(theirs) and all(map(is_, self.objects, theirs))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Marks:
     """What tensors were at one time. Keeps them alive, so that ids are theirs.
 
     Attributes:
         tensors: These; None for one that is gone.
-        where: Their ids, addresses, dtypes and shapes.
+        where: Which they are, their addresses, dtypes and shapes.
         versions: What changes with an edit that PyTorch counts.
         are_trained: Whether each requires a gradient.
     """
@@ -30,7 +45,7 @@ class Marks:
             facts = [list(map(get, tensors)) for get in (_POINTER, _FORM, _VERSION, _REQUIRES)]
         except (AttributeError, RuntimeError, TypeError):  # one is gone, or an inference tensor
             facts = list(map(list, zip(*map(_facts, tensors), strict=True)))
-        self.where: tuple[list[Any], ...] = (list(map(id, tensors)), *facts[:2])
+        self.where: tuple[Any, ...] = (Identities(tensors), *facts[:2])
         self.versions, self.are_trained = facts[2:]
 
     def changed(self, before: "Marks") -> int | None:
@@ -42,7 +57,7 @@ class Marks:
 
     def facts(self) -> Iterator[tuple[Any, ...]]:
         """Id, address, form and version of each."""
-        return zip(*self.where, self.versions, strict=True)
+        return zip(map(id, self.tensors), *self.where[1:], self.versions, strict=True)
 
 
 def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...]:
@@ -54,9 +69,3 @@ def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 def version_of(tensor: torch.Tensor) -> int:
     """How often PyTorch has counted an edit; 0 of a tensor of inference mode, whose are not."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """``version_of`` each, without a subclass that sees it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(version_of, tensors))

@@ -34,7 +34,7 @@ from poros.slots.schedule import Phase
 from poros.stream.adapters import ProxyLeaf
 from poros.stream.marks import Marks
 from poros.stream.within import on_plain_tensors
-from poros.utils.profiling import is_profiling, labelled, short_name
+from poros.utils.profiling import is_profiling, labelled
 
 
 class Binding(NamedTuple):
@@ -265,7 +265,7 @@ class BlockVisit:
         self._manager = manager
         self._visits = visits
         self._name = name
-        self._label = short_name(name)
+        self._label = ".".join(name.split(".")[-2:])  # layers.12
         self._is_bound = True
         self._when_ready = when_ready
         self._is_in_row = False

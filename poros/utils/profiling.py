@@ -20,8 +20,3 @@ def labelled(verb: str, what: str) -> AbstractContextManager[object]:
 def is_profiling() -> bool:
     """Whether a profiler records ranges now."""
     return torch._C._autograd._profiler_enabled()
-
-
-def short_name(name: str) -> str:
-    """Return the last two parts of a layer's name: ``layers.12``."""
-    return ".".join(name.split(".")[-2:])

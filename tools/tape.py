@@ -90,15 +90,16 @@ class _TapeRecording:
 class _Joined:
     """Tapes, which may read what those have made that they wait for.
 
-    Of those that may run, the one that was given last runs first.
+    Of those that may run, the last and the first that were given run in turn.
     """
 
     def __init__(self, tapes: Sequence["Tape"], behind: Sequence[Sequence[int]]) -> None:
         self._tapes, left = list[Tape](), list(range(len(tapes)))
         while left:
             ready = [each for each in left if not any(waited in left for waited in behind[each])]
-            left.remove(ready[-1])
-            self._tapes.append(tapes[ready[-1]])
+            chosen = ready[len(self._tapes) % 2 - 1]
+            left.remove(chosen)
+            self._tapes.append(tapes[chosen])
         self._read = {_place_of(tensor) for each in tapes for tensor in each.given()}
 
     def replay(self) -> None:

@@ -15,7 +15,7 @@ stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from poros.stream.args import (
 )
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
+from poros.stream.namespaces import OF_MODULES, bound, contents_of
 from poros.stream.offload import OffloadedInput
 from poros.stream.rng import RngStash
 from poros.stream.within import Within
@@ -170,6 +171,21 @@ class LayerCall(Call):
         """What the layer has returned, as ``tree_flatten`` takes it apart; and its tensors."""
         results: list[torch.Tensor] = []
         return tree_flatten(returned, f"result of {self.layer.name}", results), results
+
+    def seen(self, run: Callable[[], Any]) -> tuple[Any, set[str]]:
+        """What ``run`` gives, and names of what it leaves behind: a replay leaves nothing."""
+        spaces = list(map(vars, self.condition.contents.modules()))
+
+        def contents() -> list[dict[str, Any]]:
+            return [contents_of(each, without=OF_MODULES) for each in spaces]
+
+        before, were_empty = contents(), all(map(is_empty_mapping, self.mappings))
+        returned = run()
+        left = {name for _, name in bound(before, contents())}
+        if were_empty and not all(map(is_empty_mapping, self.mappings)):
+            left.add("what it was given to share")
+        self.mappings = ()
+        return returned, left
 
     def offload_input(self) -> Sequence[torch.Tensor]:
         """Have the layer's input wait on the host if it can; what autograd has to keep."""

@@ -32,7 +32,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,11 +49,10 @@ from poros.replay.rows import Rows
 from poros.replay.segments import Segments
 from poros.replay.uses import Around, Observation, walk
 from poros.slots.schedule import Phase
-from poros.stream.args import is_empty_mapping
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.context import Kind
-from poros.stream.namespaces import OF_MODULES, bound, contents_of
+from poros.utils.formatting import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +182,7 @@ class Captures:
             self._note_visit(form)
             return run()
         form.num_looks += 1
-        returned, left = _seen(call, run)
+        returned, left = call.seen(run)
         self._note_visit(form)
         if left and number > _FIRST_USES:
             self._refuse(call.layer, form, LEAVES, ", ".join(sorted(left)))
@@ -214,7 +212,7 @@ class Captures:
         phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
         results: Any
         if not forward.is_proved:
-            returned, left = _seen(call, run)
+            returned, left = call.seen(run)
             self._note_visit(form)
             if left:
                 self._refuse(call.layer, form, LEAVES, ", ".join(sorted(left)))
@@ -480,36 +478,37 @@ class Captures:
             self._recordings.record(layer, form)
             self.num_recorded += 1
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
-            self._refuse(layer, form, "cannot be recorded: " + str(error).partition("\n")[0])
+            self._refuse(layer, form, "cannot be recorded: " + first_line(error))
 
     def _join(self, layers: Sequence[LayerBody]) -> bool:
-        """Join what is recorded of forms that come in rows; whether that took memory for graphs."""
+        """Join what is recorded of forms that come in rows; whether that took memory."""
         has_taken = False
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
                     if self.rows.wants_second(form) and form.in_flight() is None:
+                        if not has_taken:
+                            torch.cuda.empty_cache()
                         self._record_second(layer, form)
                     has_taken |= self.rows.join(form)
                 except RuntimeError as error:
-                    reason = str(error).partition("\n")[0]
-                    logger.warning("poros: visits of %s are not joined: %s", layer.name, reason)
+                    about = layer.name, first_line(error)
+                    logger.warning("poros: visits of %s are not joined: %s", *about)
                     form.rows.clear()
         return has_taken
 
     def _record_second(self, layer: LayerBody, form: Form) -> None:
         """Record ``form`` once more. That is to be proved, and its rows are to be joined anew."""
-        other = replace(form, forward=None, backward=None, held=None, steady=None, rows={})
-        torch.cuda.empty_cache()
+        other = form.unrecorded()
         try:
             self._seconds.record(layer, other)
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             form.has_no_second = True
-            reason = str(error).partition("\n")[0]
-            logger.warning("poros: visits of %s are replayed one by one: %s", layer.name, reason)
-        else:
-            form.trade(other)
-            form.rows = dict.fromkeys(form.rows)
+            logger.warning("poros: calls of %s go one at a time: %s", layer.name, first_line(error))
+            return
+        form.trade(other)
+        form.rows = dict.fromkeys(form.rows)
+        self.num_recorded += 1
 
     def _settle(
         self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
@@ -587,8 +586,7 @@ class Captures:
         for layer in layers:
             address, known = layer.shared_address, self._forms.get(layer.index, {})
             for form in [] if address is None else list(known.values()):
-                is_seen = form.shown is not None and form.refusal is None
-                is_seen &= form.forward is None
+                is_seen = form.shown is not None and form.refusal is None and form.forward is None
                 is_alone = form.kind != "inference" and form.dense_address is None
                 if is_seen and is_alone and form.conditions_at(address) not in known:
                     del known[form.conditions]
@@ -600,19 +598,3 @@ def _is_watched(layer: LayerBody, kind: Kind) -> bool:
     """Whether the self-check looks at the call that comes, so that it is not replayed."""
     check = layer.context.check
     return kind != "inference" and check is not None and layer.index in check.unchecked
-
-
-def _seen(call: LayerCall, run: Callable[[], Any]) -> tuple[Any, set[str]]:
-    """What ``run`` gives, and names of what the layer has left behind: a replay leaves nothing."""
-    spaces = list(map(vars, call.condition.contents.modules()))
-
-    def contents() -> list[dict[str, Any]]:
-        return [contents_of(each, without=OF_MODULES) for each in spaces]
-
-    before, were_empty = contents(), all(map(is_empty_mapping, call.mappings))
-    returned = run()
-    left = {name for _, name in bound(before, contents())}
-    if were_empty and not all(map(is_empty_mapping, call.mappings)):
-        left.add("what it was given to share")
-    call.mappings = ()
-    return returned, left

@@ -7,7 +7,7 @@ state around it, the same tensors of the layer at the same addresses.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -305,12 +305,18 @@ class Form:
         """Have its places free for the graph of another call; whether they are, or it has none."""
         return self.held is None or self.in_flight() is None or self.held.put_aside()
 
+    def unrecorded(self) -> "Form":
+        """One of the same calls, of which nothing is recorded."""
+        nothing: Any = dict.fromkeys(("forward", "backward", "held", "steady"))
+        return replace(self, **nothing, rows={}, wants_steady=self.may_vary)
+
     def trade(self, other: "Form") -> None:
         """Take what was recorded of ``other``, its like; what it has is for every other visit."""
         if self.forward is None or self.backward is None or self.links is None:
             raise LookupError("expected a form that is recorded, found one that is not")
         self.second = Second(self.forward, self.backward, self.held, self.links)
         self.forward, self.backward, self.links = other.forward, other.backward, other.links
+        self.steady = other.steady
         if self.held is not None and other.held is not None:
             other.held.rooms = self.held.rooms
         self.held = other.held

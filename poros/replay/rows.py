@@ -330,8 +330,8 @@ class Rows:
         places = [branch.backward.places[use] for use in uses]
         return [branch.backward.gives.tensors[each] for each in places if each is not None]
 
-    def _forwards(self, row: Row, own: Second, number: int) -> "_Steps":
-        steps = _Steps()
+    def _forwards(self, row: Row, own: Second, number: int) -> "Steps":
+        steps = Steps()
         if own.held is not None:
             _, room = row.homes[0]
             steps.add(own, _copy_out(own, own.held, room))
@@ -347,8 +347,8 @@ class Rows:
             steps.add(branch, [links.copies(given[:1], forward.gives.tensors)])
         return steps
 
-    def _backwards(self, form: Form, row: Row, number: int) -> "_Steps":
-        steps = _Steps()
+    def _backwards(self, form: Form, row: Row, number: int) -> "Steps":
+        steps = Steps()
         for branch in row.branches:
             if branch.backward is not row.one_backward and branch.backward.casts is not None:
                 steps.add(branch, branch.backward.casts.recordings)
@@ -375,7 +375,7 @@ def _copy_out(branch: Second, held: HeldGraph, room: Room | None) -> list[Record
     return [] if room is None else [branch.links.copies(held.within(room), held.places)]
 
 
-class _Steps:
+class Steps:
     """Recordings that are to be joined: those of one branch in order.
 
     Attributes:

@@ -13,6 +13,7 @@ from poros.replay.links import Links
 from poros.replay.routing import OF_ADAPTERS
 from poros.replay.segment import Owner, Segment
 from poros.stream.body import LayerBody
+from poros.utils.formatting import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,8 @@ class Segments:
             except LookupError:
                 return
             except RuntimeError as error:
-                reason = str(error).partition("\n")[0]
-                logger.warning("poros: %s and others are not joined: %s", of_run[0].name, reason)
+                about = of_run[0].name, first_line(error)
+                logger.warning("poros: %s and others are not joined: %s", *about)
                 continue
             self._of_layers |= dict.fromkeys((each.index for each in of_run), segment)
 

@@ -9,6 +9,7 @@ import torch
 
 from poros.config import budget_of
 from poros.errors import PolicyError, quoted
+from poros.utils.formatting import first_line
 
 
 def default_device() -> torch.device:
@@ -77,7 +78,7 @@ def usable_device(device: torch.device | str) -> torch.device:
         if found.type in ("cpu", "cuda"):
             return found
     except (RuntimeError, AssertionError, TypeError) as error:
-        why, cause = quoted(str(error).partition("\n")[0], is_bare=True), error
+        why, cause = quoted(first_line(error), is_bare=True), error
     raise PolicyError(
         f"device: expected a usable device, found {quoted(device)} ({why})"
     ) from cause

@@ -34,3 +34,8 @@ def two_digits(value: float) -> str:
         return "0"
     digits = 1 - math.floor(math.log10(value))
     return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the traces of other languages behind it."""
+    return str(error).partition("\n")[0]

@@ -22,7 +22,7 @@ from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Replayed
 from poros.replay.routing import GradientSums
-from poros.replay.rows import Row, Rows
+from poros.replay.rows import Row, Rows, Steps
 from tests.exact.recorded import on_tapes
 from tests.exact.subjects import Lost
 from tests.loops import (
@@ -255,6 +255,12 @@ def without_what_was_there(self: Row, gradients: Any, total: torch.Tensor) -> No
     self.total.zero_()
 
 
+def in_any_order(
+    self: Any, branch: Any, recordings: Any, behind: Any = None, genuine: Any = Steps.add
+) -> Any:
+    return genuine(self, branch, recordings)
+
+
 def with_tables_of_before(self: Row, ones: Any, sources: Any) -> None:
     """The next layer's first visit takes what it is given besides to be there still."""
     copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
@@ -268,6 +274,8 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
     ),
     "sums of these alone": (Row, "fill_gradients", without_what_was_there),
     "masks of the last": (Row, "fill", with_tables_of_before),
+    "sums in any order": (Steps, "add", in_any_order),
+    "two at a time in one memory": (TapeRecorder, "beside", lambda self: self),
 }
 
 
@@ -283,6 +291,29 @@ def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
 def test_what_cannot_be_joined(join: Callable[..., Any], monkeypatch: Patch) -> None:
     monkeypatch.setattr(TapeRecorder, "join", lambda self, *recordings: join(self))
     assert joined() == (True, 0)
+
+
+def test_every_other_visit_is_replayed_by_a_second_recording(monkeypatch: Patch) -> None:
+    made, genuine = list[TapeRecorder](), TapeRecorder.beside
+
+    def beside(self: TapeRecorder) -> TapeRecorder:
+        made.append(genuine(self))
+        return made[-1]
+
+    monkeypatch.setattr(TapeRecorder, "beside", beside)
+    is_same, number = joined()
+    assert is_same and made[0].num_replays > number / 2
+
+
+def test_a_device_without_memory_for_a_second_recording(
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(TapeRecorder):
+        record = raising(torch.OutOfMemoryError, "none left")
+
+    monkeypatch.setattr(TapeRecorder, "beside", lambda self: Full())
+    is_same, number = joined()
+    assert is_same and number > 0 and "go one at a time: none left" in caplog.text
 
 
 def test_a_use_without_a_gradient() -> None:

@@ -1,7 +1,9 @@
 """Whole runs with recorded visits on a GPU: 200 steps of a real size, TRL's trainers."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from transformers import Qwen2Config
 
 import poros
 from poros.gates import tiny
-from tests.gpu.models import BF16, Model, same, same_runs, trained
+from tests.gpu.models import BF16, Model, same, same_runs, train, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +89,26 @@ def test_two_hundred_steps_of_kept_layers_in_a_row(tmp_path: Path, dtype: torch.
     stats = poros.runtime(model).stats()
     print(stats["num_joined_visits"], stats["num_replayed_visits"], stats["num_eager_visits"])
     assert stats["num_joined_visits"] > 0.7 * NUM_STEPS * 24 * 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"slots": 2}, {"slots": 2, "share_dense": False}, {"slots": 24, "keep_last": 24}],
+    ids=["dense weights shared", "each for itself", "kept"],
+)
+def test_groups_of_which_two_micro_batches_are_replayed_at_a_time(
+    policy: dict[str, Any], tmp_path: Path
+) -> None:
+    run = partial(train, num_steps=20, size=6, lengths=(256,), autocast=True)
+    resident = half_a_billion(tmp_path / "base", dropout=0.0)
+    expected = run(resident)
+    del resident
+    model = half_a_billion(tmp_path / "base", dropout=0.0)
+    poros.prepare(model, loss="reference", cuda_graphs=True, **policy)
+    assert same_runs(run(model, together=True), expected)
+    stats, captures = poros.runtime(model).stats(), poros.runtime(model).context.captures
+    print(stats["num_joined_visits"], captures.num_recorded, dict(captures.eager))
+    assert stats["num_joined_visits"] > 8 * 24 * 5
 
 
 @pytest.mark.parametrize("keep_last", [0, 1])

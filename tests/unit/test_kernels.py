@@ -194,4 +194,6 @@ def test_a_weight_takes_the_place_of_the_last_or_has_memory_of_its_own_if_it_is_
     assert second.data_ptr() == first.data_ptr()
     second.fill_(2)
     assert not bool((first == 1).all())  # certain: nobody may keep one
+    with workspace.left_alone():
+        assert workspace.take(torch.Size((2, 3)), torch.float32).data_ptr() != first.data_ptr()
     assert (second.shape, second.dtype, second.is_contiguous()) == ((2, 3), torch.float32, True)

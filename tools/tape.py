@@ -91,9 +91,19 @@ class _Joined:
     """Tapes, which may read what those have made that they wait for.
 
     Of those that may run, the last and the first that were given run in turn.
+
+    Raises:
+        RuntimeError: If some of one recorder, whose temporary tensors share memory, are not in
+            order.
     """
 
     def __init__(self, tapes: Sequence["Tape"], behind: Sequence[Sequence[int]]) -> None:
+        before: list[set[int]] = []
+        for number, (tape, waited) in enumerate(zip(tapes, behind, strict=True)):
+            before.append({*waited}.union(*(before[each] for each in waited)))
+            own = {each for each in range(number) if tapes[each].recorder is tape.recorder}
+            if own - before[number]:
+                raise RuntimeError("recordings that share memory may run at the same time")
         self._tapes, left = list[Tape](), list(range(len(tapes)))
         while left:
             ready = [each for each in left if not any(waited in left for waited in behind[each])]

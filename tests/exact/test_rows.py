@@ -275,7 +275,6 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
     "sums of these alone": (Row, "fill_gradients", without_what_was_there),
     "masks of the last": (Row, "fill", with_tables_of_before),
     "sums in any order": (Steps, "add", in_any_order),
-    "two at a time in one memory": (TapeRecorder, "beside", lambda self: self),
 }
 
 
@@ -303,6 +302,13 @@ def test_every_other_visit_is_replayed_by_a_second_recording(monkeypatch: Patch)
     monkeypatch.setattr(TapeRecorder, "beside", beside)
     is_same, number = joined()
     assert is_same and made[0].num_replays > number / 2
+
+
+def test_recordings_that_share_memory_are_not_replayed_at_the_same_time(
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TapeRecorder, "beside", lambda self: self)
+    assert joined() == (True, 0) and "not joined: recordings that share memory" in caplog.text
 
 
 def test_a_device_without_memory_for_a_second_recording(

@@ -401,12 +401,14 @@ class _Formula:
         """Count what visits take besides, once they are joined.
 
         The graphs of all kept layers are in copies beside a recording's memory. From three
-        micro-batches on, every other one is replayed by a recording of its own.
+        micro-batches on, every other one is replayed by a recording of its own. Of longer ones
+        than are joined, shorter ones may be.
         """
-        if self.together == 1 or (self.together - 1) * self.cost.boundary > MOST_JOINED:
+        if self.together == 1:
             return 0
+        joined = min(1.0, MOST_JOINED / max(1, (self.together - 1) * self.cost.boundary))
         kept = sum(layer.saved + self.cost.boundary for layer in self.cost.layers[first_kept:])
-        return kept + (self._recorded_layer if self.together > 2 else 0)
+        return int(joined * (kept + (self._recorded_layer if self.together > 2 else 0)))
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""

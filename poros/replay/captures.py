@@ -40,7 +40,7 @@ from torch import nn
 
 from poros.errors import ParityError, UnsupportedModelError
 from poros.replay.call import LEAVES, CallFacts, LayerCall
-from poros.replay.forms import Form, HeldGraph, Replayed, hold_tensors
+from poros.replay.forms import Form, HeldGraph, Replayed, expect_rows, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
 from poros.replay.remat import Backward, RematerializeLayer, ReplayedVisit
@@ -105,7 +105,7 @@ class Captures:
         is_strict: bool = False,
         most_tokens: float = math.inf,
     ) -> None:
-        self._memory = memory = SharedMemory(device)
+        memory = SharedMemory(device)
         self.num_replays = 0
         self.is_on = True
         self.eager: Counter[str] = Counter()
@@ -114,7 +114,12 @@ class Captures:
         """Memory of recordings that may have the graph of a call, until its backward."""
         self.rows = Rows(memory, self.note_replays, self._held)
         self._recordings = Recordings(recorder, memory)
-        self._seconds = Recordings(recorder.beside(), SharedMemory(device), are_beside=True)
+        self._memories = [memory]
+        self._seconds: Recordings | None = None
+        """Of every other micro-batch of a row."""
+        if (beside := recorder.beside()) is not None:
+            self._memories.append(SharedMemory(device))
+            self._seconds = Recordings(beside, self._memories[1], are_beside=True)
         self.segments = Segments(memory, self._recordings.links, self)
         self._device = device
         self._is_strict = is_strict
@@ -264,7 +269,7 @@ class Captures:
             self.is_on
             and not any(_is_watched(each, "kept") for each in layers)
             and all(form.in_flight() is None for form in forms)
-            and self._spares_others(forms[0])
+            and all(map(self._spares_others, forms))
         )
 
     def note_kept(self, forms: Sequence[Form], visit: object) -> None:
@@ -402,7 +407,8 @@ class Captures:
             holder: Holds the layers, if their calls may wait for those of layers behind.
         """
         self.segments.begin_pass(holder, layers)
-        self._memory.begin_pass()
+        for memory in self._memories:
+            memory.begin_pass()
         self._num_passes, self._num_grouped = self._num_passes + 1, num_grouped
         if not is_on and self.is_on:
             self.forget()
@@ -414,7 +420,7 @@ class Captures:
         if self._has_moved:
             self._take_up(layers)
         if are_rows:
-            self._expect_rows(layers)
+            expect_rows(layers, self._forms)
         if is_within:
             return False
         begun, num_before, has_given_back = time.perf_counter(), self.num_recorded, False
@@ -447,12 +453,7 @@ class Captures:
 
     def _is_ready(self, layer: LayerBody, form: Form) -> bool:
         """Whether it can be recorded now; if need be, another one makes way."""
-        now = layer.condition()
-        # Adapters may be switched off for a while; a recording would run hooks once more than the
-        # program of the user.
-        if form.shown is None or now.has_hooks or not now.reads_as(form.condition):
-            return False
-        if not self._has_place(layer, form):
+        if not _is_as_shown(layer, form) or not self._has_place(layer, form):
             return False
         other = self._in_the_way(layer, form)
         if other is not None:
@@ -486,10 +487,13 @@ class Captures:
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
-                    if self.rows.wants_second(form) and form.in_flight() is None:
+                    if self._seconds is not None and self.rows.wants_second(form):
+                        if form.in_flight() is not None or not _is_as_shown(layer, form):
+                            continue  # perhaps as another pass begins
                         if not has_taken:
                             torch.cuda.empty_cache()
-                        self._record_second(layer, form)
+                        has_taken = True
+                        self._record_second(layer, form, self._seconds)
                     has_taken |= self.rows.join(form)
                 except RuntimeError as error:
                     about = layer.name, first_line(error)
@@ -497,11 +501,11 @@ class Captures:
                     form.rows.clear()
         return has_taken
 
-    def _record_second(self, layer: LayerBody, form: Form) -> None:
+    def _record_second(self, layer: LayerBody, form: Form, seconds: Recordings) -> None:
         """Record ``form`` once more. That is to be proved, and its rows are to be joined anew."""
         other = form.unrecorded()
         try:
-            self._seconds.record(layer, other)
+            seconds.record(layer, other)
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             form.has_no_second = True
             logger.warning("poros: calls of %s go one at a time: %s", layer.name, first_line(error))
@@ -553,7 +557,8 @@ class Captures:
                 form.clear()
         self._has_moved = True
         self._recordings.forget()
-        self._seconds.forget()
+        if self._seconds is not None:
+            self._seconds.forget()
 
     def _take_up(self, layers: Sequence[LayerBody]) -> None:
         """Know forms of before again, of layers that have not changed but for their places.
@@ -578,20 +583,12 @@ class Captures:
                     form.move_to(address if form.dense_address is not None else None)
                     known.setdefault(form.conditions, form)
 
-    def _expect_rows(self, layers: Sequence[LayerBody]) -> None:
-        """Take what a call by itself has shown of a form to hold where dense weights are shared.
 
-        They have the same bits, and operators read them in the same places of the graph.
-        """
-        for layer in layers:
-            address, known = layer.shared_address, self._forms.get(layer.index, {})
-            for form in [] if address is None else list(known.values()):
-                is_seen = form.shown is not None and form.refusal is None and form.forward is None
-                is_alone = form.kind != "inference" and form.dense_address is None
-                if is_seen and is_alone and form.conditions_at(address) not in known:
-                    del known[form.conditions]
-                    form.move_to(address)
-                    known[form.conditions] = form
+def _is_as_shown(layer: LayerBody, form: Form) -> bool:
+    """Whether the layer does now what calls of the form have shown; a recording runs its code."""
+    now = layer.condition()
+    # Adapters may be switched off for a while; hooks would run more often than the user's.
+    return form.shown is not None and not now.has_hooks and form.is_for(now)
 
 
 def _is_watched(layer: LayerBody, kind: Kind) -> bool:

@@ -6,7 +6,7 @@ state around it, the same tensors of the layer at the same addresses.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -21,6 +21,7 @@ from poros.replay.graphs import Fixed, Recording
 from poros.replay.links import Links
 from poros.replay.routing import Tensors
 from poros.replay.uses import Around, Uses
+from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.context import Kind
 
@@ -134,7 +135,9 @@ class HeldGraph:
             return True
         if not isinstance(call, LayerCall):
             return False
-        room = next((each for each in self.rooms if each.call() is None), None) or self.new_room()
+        free = (each for each in self.rooms if each.call() is None)
+        room = next((each for each in free if len(each.memory) >= self.size), None)
+        room = room or self.new_room()
         if room is None:
             return False
         copy_all(self.within(room), self.places)
@@ -359,3 +362,19 @@ class Form:
     def refuse(self, reason: str) -> None:
         self.clear()
         self.refusal = reason
+
+
+def expect_rows(layers: Sequence[LayerBody], forms: Mapping[int, dict[Any, Form]]) -> None:
+    """Take what a call by itself has shown of a form to hold where dense weights are shared.
+
+    They have the same bits, and operators read them in the same places of the graph.
+    """
+    for layer in layers:
+        address, known = layer.shared_address, forms.get(layer.index, {})
+        for form in [] if address is None else list(known.values()):
+            is_seen = form.shown is not None and form.refusal is None and form.forward is None
+            is_alone = form.kind != "inference" and form.dense_address is None
+            if is_seen and is_alone and form.conditions_at(address) not in known:
+                del known[form.conditions]
+                form.move_to(address)
+                known[form.conditions] = form

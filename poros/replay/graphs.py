@@ -87,8 +87,8 @@ class Recorder(ABC):
         """
 
     @abstractmethod
-    def beside(self) -> "Recorder":
-        """One whose recordings may run at the same time as those of this one."""
+    def beside(self) -> "Recorder | None":
+        """One whose recordings may run at the same time as those of this one, if they can."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -160,8 +160,8 @@ class CudaRecorder(Recorder):
             return None
         return JoinedGraph(graphs, behind or in_order(len(graphs)), self._device)
 
-    def beside(self) -> "CudaRecorder":
-        return CudaRecorder(self._device, other=self)
+    def beside(self) -> "CudaRecorder | None":
+        return CudaRecorder(self._device, other=self) if can_join() else None
 
     def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.

@@ -78,13 +78,13 @@ class Row:
         branches: Sequence[Second],
         memory: SharedMemory,
         number: int,
-        piece: torch.Tensor,
     ) -> None:
         hidden, *others = form.facts.specs
         self.one_backward, self.branches = form.backward, branches
         self.hidden = memory.of("hidden states of a row", [hidden] * number)
         self.gradients = memory.of("gradients of a row", [hidden] * number)
-        (self.total,) = memory.of("sums of a row", [Spec.of(piece)]).tensors
+        piece = Spec.of(_piece_of(branches[0]))
+        (self.total,) = memory.of("sums of a row", [piece]).tensors
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
         self.homes = self._make_homes(form.held, number) if form.held else []
@@ -98,7 +98,6 @@ class Row:
         for place, held in enumerate(of_all):
             stays = place == 1 and held is not first
             homes.append((held, None if stays else Room(held.places[0].new_empty(size))))
-        first.rooms += [room for _, room in homes if room is not None]
         return homes
 
     def branch_of(self, number: int) -> Second:
@@ -287,7 +286,8 @@ class Rows:
     def wants_second(self, form: Form) -> bool:
         """Whether a row is wanted of which two visits are to be replayed at a time."""
         wanted = (each for each, made in form.rows.items() if made is None)
-        return max(wanted, default=0) > 1 and form.second is None and not form.has_no_second
+        is_new = form.second is None and not form.has_no_second
+        return is_new and max(wanted, default=0) > 1 and self._own_of(form) is not None
 
     def join(self, form: Form) -> bool:
         """Join what is recorded of ``form``, where that is wanted and can be.
@@ -306,23 +306,31 @@ class Rows:
         return bool(wanted)
 
     def _joined(self, form: Form, number: int) -> Row | None:
-        if form.forward is None or form.backward is None or form.links is None:
+        own = self._own_of(form)
+        if own is None:
             return None
-        own = Second(form.forward, form.backward, form.held, form.links)
         branches = [own] if form.second is None else [form.second, own]
-        piece = form.backward.gives.piece_of(OF_ADAPTERS)
-        if piece is None or (any(form.facts.uses.of_tensors) and not self._terms(form, own)):
-            return None
-        row = Row(form, branches, self._memory, number, piece)
+        row = Row(form, branches, self._memory, number)
         forward, backward = self._forwards(row, own, number), self._backwards(form, row, number)
         forward_of_all, backward_of_all = (
-            form.links.join(each.recordings, each.behind) for each in (forward, backward)
+            own.links.join(each.recordings, each.behind) for each in (forward, backward)
         )
         if forward_of_all is None or backward_of_all is None:
             return None
         row.forward, row.backward = forward_of_all, backward_of_all
         row.parts = [*forward.recordings, *backward.recordings]
+        if own.held is not None:
+            own.held.rooms += [room for _, room in row.homes if room is not None]
         return row
+
+    def _own_of(self, form: Form) -> Second | None:
+        """What is recorded of it, if that can be joined."""
+        if form.forward is None or form.backward is None or form.links is None:
+            return None
+        own = Second(form.forward, form.backward, form.held, form.links)
+        has_piece = form.backward.gives.piece_of(OF_ADAPTERS) is not None
+        has_terms = bool(self._terms(form, own)) or not any(form.facts.uses.of_tensors)
+        return own if has_piece and has_terms else None
 
     def _terms(self, form: Form, branch: Second) -> list[torch.Tensor]:
         """Of the gradient of hidden states, in the fixed memory of a recorded backward."""
@@ -363,11 +371,18 @@ class Rows:
                     steps.add(branch, [links.copies(held.places, held.within(room))])
             steps.add(branch, [links.copies(backward.given.tensors, [*given, gradient])])
             steps.add(branch, [backward.recording])
-            piece: Any = backward.gives.piece_of(OF_ADAPTERS)
-            summed = steps.add(branch, [links.add(row.total, piece)], behind=summed)
+            summed = steps.add(branch, [links.add(row.total, _piece_of(branch))], behind=summed)
             terms = self._terms(form, branch)
             steps.add(branch, [links.copy_of_sum(gradient, terms)] if terms else [])
         return steps
+
+
+def _piece_of(branch: Second) -> torch.Tensor:
+    """The gradients of adapters that its backward gives."""
+    piece = branch.backward.gives.piece_of(OF_ADAPTERS)
+    if piece is None:
+        raise RuntimeError("expected gradients of adapters of one dtype, found several")
+    return piece
 
 
 def _copy_out(branch: Second, held: HeldGraph, room: Room | None) -> list[Recording]:

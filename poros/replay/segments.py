@@ -150,5 +150,6 @@ def _is_behind(before: Form, form: Form) -> bool:
         and form.around == before.around
         and before.held is not None
         and form.held is not None
+        and form.held.links is before.held.links
         and form.held.order > before.held.order
     )

@@ -220,6 +220,41 @@ def embedded_first(model: Model, together: bool = True) -> Facts:
     return train(model, together, form=partial(first_embedded, count()), **ALIKE)
 
 
+def with_a_square_mask(batch: Batch) -> Batch:
+    """One that the layers are given as it is."""
+    rows, length = batch["input_ids"].shape
+    mask = torch.full((length, length), -1e9).triu(1).expand(rows, 1, length, length)
+    return {**batch, "attention_mask": mask.contiguous()}
+
+
+def with_one_mask_then(model: Model, together: bool = True) -> Facts:
+    """Behind its groups, single ones share a mask that is edited where PyTorch does not see it."""
+    facts = train(model, together, form=with_a_square_mask, **ALIKE)
+    batch = with_a_square_mask(micro_batches(1, torch.Generator().manual_seed(2), (12,))[0])
+    for number in range(6):
+        own_loss(model, batch).backward()
+        facts += [each.grad.clone() for each in trained(model)]
+        batch["attention_mask"].numpy()[:, :, 6:, number] = -1e9
+    return facts
+
+
+def evaluated_with_hooks(model: Model, together: bool = True) -> Facts:
+    """Between the first groups; what hooks cut off then is there only later."""
+    facts, generator = list[torch.Tensor](), torch.Generator().manual_seed(2)
+    inner = [layer.mlp.down_proj for layer in layers_of(model)]
+    for number in range(11):
+        facts += accumulated(model, micro_batches(4, generator, (12,)), own_loss, together)
+        facts += [each.grad.clone() for each in trained(model)]
+        model.zero_grad()
+        if number in (2, 3, 4):
+            hooks = [each.register_forward_hook(lambda *given: given[2] - 9) for each in inner]
+            with torch.no_grad():
+                facts.append(own_loss(model, micro_batches(1, generator, (12,))[0]).detach())
+            for hook in hooks:
+                hook.remove()
+    return facts
+
+
 JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "LoRA": partial(joined, base=few),
     "dense": joined,
@@ -232,6 +267,8 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "masks of their own": partial(joined, partial(train, form=with_a_mask, **ALIKE)),
     "positions of their own": partial(joined, partial(train, form=with_positions, **ALIKE)),
     "embeddings trained below": partial(joined, embedded_first, trained_below),
+    "a mask that is edited behind groups": partial(joined, with_one_mask_then),
+    "evaluated with hooks in between": partial(joined, evaluated_with_hooks),
     "edited behind the layers": partial(joined, base=edited_behind, **ON_HOST),
     "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
     "gradients edited": partial(joined, partial(in_two_groups, behind=penalize)),

@@ -127,7 +127,7 @@ class FakeTensor:
 
 
 class FakeCuda:
-    """Put it in the place of ``poros.cuda_streams.torch``: ``FakeCuda().torch``."""
+    """Its ``torch`` goes into ``poros.cuda_streams`` and ``poros.streams``."""
 
     def __init__(self) -> None:
         self.compute = FakeStream(name="compute stream")

@@ -69,10 +69,11 @@ class Passes(ABC):
             return  # its micro-batch is on its way already
         if self.captures is not None:
             self.context.visits.end_all()
-            layers, is_on = list(self.streamed_layers()), self.sizer.replays
+            layers = list(self.streamed_layers())
+            there_is_room = self.sizer.replays, self.sizer.joins
             are_rows = stand_in is not None and stand_in.are_rows
             alone = holder if stand_in is None else None
-            if self.captures.begin_pass(layers, is_on, self.num_grouped, are_rows, alone):
+            if self.captures.begin_pass(layers, *there_is_room, self.num_grouped, are_rows, alone):
                 self.sizer.recorded()
         if stand_in is not None:
             stand_in.enter(holder, (*args, *kwargs.values()))

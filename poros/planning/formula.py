@@ -401,14 +401,13 @@ class _Formula:
         """Count what visits take besides, once they are joined.
 
         The graphs of all kept layers are in copies beside a recording's memory. From three
-        micro-batches on, every other one is replayed by a recording of its own. Of longer ones
-        than are joined, shorter ones may be.
+        micro-batches on, every other one is replayed by a recording of its own. If the longest ones
+        are too long to be joined, none are (``Sizer.joins``).
         """
-        if self.together == 1:
+        if self.together == 1 or (self.together - 1) * self.cost.boundary > MOST_JOINED:
             return 0
-        joined = min(1.0, MOST_JOINED / max(1, (self.together - 1) * self.cost.boundary))
         kept = sum(layer.saved + self.cost.boundary for layer in self.cost.layers[first_kept:])
-        return int(joined * (kept + (self._recorded_layer if self.together > 2 else 0)))
+        return kept + (self._recorded_layer if self.together > 2 else 0)
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""

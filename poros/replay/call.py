@@ -41,6 +41,7 @@ from poros.stream.args import (
 )
 from poros.stream.body import Call, LayerBody
 from poros.stream.condition import Condition
+from poros.stream.context import Kind
 from poros.stream.namespaces import OF_MODULES, bound, contents_of
 from poros.stream.offload import OffloadedInput
 from poros.stream.rng import RngStash
@@ -416,3 +417,9 @@ def total(terms: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
     return [(each.shape, each.dtype, each.requires_grad) for each in results]
+
+
+def is_checked(layer: LayerBody, kind: Kind) -> bool:
+    """Whether the self-check looks at the call that comes, so that it is not replayed."""
+    check = layer.context.check
+    return kind != "inference" and check is not None and layer.index in check.unchecked

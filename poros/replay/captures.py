@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from poros.errors import ParityError, UnsupportedModelError
-from poros.replay.call import LEAVES, CallFacts, LayerCall
+from poros.replay.call import LEAVES, CallFacts, LayerCall, is_checked
 from poros.replay.forms import Form, HeldGraph, Replayed, expect_rows, hold_tensors
 from poros.replay.graphs import Recorder, SharedMemory
 from poros.replay.recording import Recordings, different_ones, with_steady_attention
@@ -171,7 +171,7 @@ class Captures:
                 self._num_wasted[layer.index] += 1
         if form is None:
             return run()
-        is_watched = _is_watched(layer, kind)
+        is_watched = is_checked(layer, kind)
         if form.forward is None or is_watched:
             return self._observed(call, form, run)
         return self._replayed(call, form, form.forward, beside or run)
@@ -267,7 +267,7 @@ class Captures:
         """Whether calls of these forms may be replayed now, in order, with their graphs."""
         return (
             self.is_on
-            and not any(_is_watched(each, "kept") for each in layers)
+            and not any(is_checked(each, "kept") for each in layers)
             and all(form.in_flight() is None for form in forms)
             and all(map(self._spares_others, forms))
         )
@@ -392,6 +392,7 @@ class Captures:
         self,
         layers: Sequence[LayerBody],
         is_on: bool = True,
+        joins: bool = True,
         num_grouped: int = 1,
         are_rows: bool = False,
         holder: nn.Module | None = None,
@@ -401,6 +402,7 @@ class Captures:
         Args:
             layers: Of the model.
             is_on: Whether there is room for recordings.
+            joins: Whether there is room for joined ones.
             num_grouped: Micro-batches that go through the layers together.
             are_rows: Whether calls of the pass share a layer's dense weights, if there is memory
                 for them.
@@ -412,6 +414,7 @@ class Captures:
         self._num_passes, self._num_grouped = self._num_passes + 1, num_grouped
         if not is_on and self.is_on:
             self.forget()
+        self.rows.be_on(joins, self._all_forms)
         self.is_on = is_on
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
@@ -536,10 +539,13 @@ class Captures:
         form.refuse(reason)
         self.eager[reason] += 1
 
+    def _all_forms(self) -> list[Form]:
+        return [form for of_layer in self._forms.values() for form in of_layer.values()]
+
     @property
     def terms_to_come(self) -> Sequence[str]:
         """Terms of a plan (``poros.planning.formula``) for memory that is not taken yet."""
-        forms = [form for of_layer in self._forms.values() for form in of_layer.values()]
+        forms = self._all_forms()
         if not self.is_on or any(row for form in forms for row in form.rows.values()):
             return ()
         is_recorded = any(form.forward is not None for form in forms)
@@ -552,9 +558,8 @@ class Captures:
         the same forms are recorded anew.
         """
         self.segments.forget()
-        for forms in self._forms.values():
-            for form in forms.values():
-                form.clear()
+        for form in self._all_forms():
+            form.clear()
         self._has_moved = True
         self._recordings.forget()
         if self._seconds is not None:
@@ -589,9 +594,3 @@ def _is_as_shown(layer: LayerBody, form: Form) -> bool:
     now = layer.condition()
     # Adapters may be switched off for a while; hooks would run more often than the user's.
     return form.shown is not None and not now.has_hooks and form.is_for(now)
-
-
-def _is_watched(layer: LayerBody, kind: Kind) -> bool:
-    """Whether the self-check looks at the call that comes, so that it is not replayed."""
-    check = layer.context.check
-    return kind != "inference" and check is not None and layer.index in check.unchecked

@@ -353,6 +353,15 @@ class Form:
         second = None if self.second is None else self.second.held
         return [each for each in (self.held, second) if each is not None]
 
+    def leave_rows(self) -> None:
+        """Have none, and nothing that is there for them; what waits there is computed again."""
+        if self.second is not None:  # which was recorded first
+            self.forward, self.backward, self.held, self.links = self.second
+            self.steady, self.wants_steady = None, False
+        self.second, self.rows, self.num_rows = None, {}, Counter()
+        if self.held is not None:
+            self.held.rooms = []
+
     def clear(self) -> None:
         """Nothing of it is recorded; what is known stays."""
         self.forward = self.backward = self.steady = self.held = self.links = self.second = None

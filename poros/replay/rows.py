@@ -30,7 +30,7 @@ Note: Which
     with large ones a device is busy for longer than the host, and the memory is better used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -152,6 +152,7 @@ class Rows:
     """Replays visits that are right behind another one of their layer, and notes how many.
 
     Attributes:
+        is_on: Whether there is room for rows.
         num_joined: Visits that were replayed in one go with others, of micro-batches or layers.
 
     ``note`` counts replays. ``held`` are graphs that calls have in memory of recordings.
@@ -163,7 +164,7 @@ class Rows:
         note: Callable[[Form, int], None],
         held: "WeakSet[HeldGraph]",
     ) -> None:
-        self.num_joined = 0
+        self.is_on, self.num_joined = True, 0
         self._memory, self._note, self._held = memory, note, held
 
     def one(
@@ -249,7 +250,7 @@ class Rows:
         form, behind, number = visits[0].form, sums.behind, len(visits)
         if behind is None or not _may_be_together(visits, gradients[0]):
             return None
-        form.num_rows[number] += 1
+        form.num_rows[number] += self.is_on
         most = _MOST_ROWS if form.held is None else 1
         if form.num_rows[number] == _LEAST_ROWS and len(form.rows) < most:
             form.rows.setdefault(number, None)
@@ -282,6 +283,12 @@ class Rows:
         self._note(form, number)
 
     # ------------------------------------------------------------------- joining
+
+    def be_on(self, is_on: bool, forms: Callable[[], Iterable[Form]]) -> None:
+        """Join visits from now on, or none; ``forms`` gives all."""
+        for form in forms() if self.is_on and not is_on else ():
+            form.leave_rows()
+        self.is_on = is_on
 
     def wants_second(self, form: Form) -> bool:
         """Whether a row is wanted of which two visits are to be replayed at a time."""

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 import poros
 from poros.kernels.copies import copy_all
 from poros.kernels.dense_memory import DenseLayer
-from poros.model.sizing import ResidencyPlan
+from poros.model.sizing import ResidencyPlan, Sizer
 from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
@@ -327,6 +327,26 @@ def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
 def test_what_cannot_be_joined(join: Callable[..., Any], monkeypatch: Patch) -> None:
     monkeypatch.setattr(TapeRecorder, "join", lambda self, *recordings: join(self))
     assert joined() == (True, 0)
+
+
+def without_room(model: Model, together: bool = True) -> Facts:
+    """While a longer batch leaves no room for joined visits: none are, and then some are again."""
+    facts, joined_visits = list[torch.Tensor](), list[int]()
+    for joins in (True, False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sizer, "joins", joins)
+            facts += train(model, together, **ALIKE)
+        if together:
+            joined_visits.append(poros.runtime(model).stats()["num_joined_visits"])
+    if together:
+        first, without, again = joined_visits
+        assert 0 < first == without < again
+    return facts
+
+
+@pytest.mark.parametrize("policy", ["two slots", "one kept"])
+def test_where_there_is_no_room_for_joined_visits(policy: str) -> None:
+    assert ends_alike(without_room, UNDRAWN, **POLICIES[policy])
 
 
 def test_every_other_visit_is_replayed_by_a_second_recording(monkeypatch: Patch) -> None:

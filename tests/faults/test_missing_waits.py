@@ -296,6 +296,7 @@ CUDA_SCENARIOS = (
 def fake_cuda(monkeypatch: Patch) -> FakeCuda:
     cuda = FakeCuda()
     monkeypatch.setattr(streams_module, "torch", cuda.torch)
+    monkeypatch.setattr("poros.streams.torch", cuda.torch)
     return cuda
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.host.layout import BlockLayout
+from poros.planning import formula
 from poros.planning.formula import LayerCost, MemoryPlan, Shapes, StepCost, plan_for
 from poros.planning.request import PlanRequest, Speeds, optimizer_cost
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
@@ -97,7 +98,9 @@ def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
     assert step_ms(1, rate) == pytest.approx(6 * block + (2 * products + head) / rate)
 
 
-def test_recorded_graphs_of_micro_batches_together_are_copies_that_stay() -> None:
+def test_recorded_graphs_of_micro_batches_together_are_copies_that_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Beside the optimizer's temporaries too; and each recording has one graph of its own.
 
     From three on, every other one is replayed by a second recording.
@@ -115,6 +118,8 @@ def test_recorded_graphs_of_micro_batches_together_are_copies_that_stay() -> Non
     second = max(each.peak for each in COST.layers)
     found = [each["copies"] for each in (recomputed, recorded, ran)]
     assert found == [second, second + own, 0]
+    monkeypatch.setattr(formula, "MOST_JOINED", 3 * COST.boundary - 1)
+    assert plan(**room, keep_last=4, cuda_graphs=True).terms["copies"] == 0  # too long to be joined
     two = plan(**{**room, "micro_batches": 2, "accumulation": 2}, keep_last=4, cuda_graphs=True)
     assert two.terms["copies"] == own
     assert recorded["recordings"] - recomputed["recordings"] == inputs

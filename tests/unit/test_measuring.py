@@ -216,6 +216,19 @@ def test_a_room_for_several_shapes_is_planned_as_it_is() -> None:
     assert (plan.num_slots, plan.keep_last, plan.total_num_bytes) == (3, 0, 7)
 
 
+def test_visits_are_joined_where_the_plan_of_the_longest_ones_has_copies() -> None:
+    def estimate(shape: Shape, *_: object) -> Any:
+        found = Estimated(2, 0, False, 1, shape)
+        found.terms["copies"] = 16 - shape.seq_len
+        return found
+
+    sizer, joins = Sizer(StreamingPolicy(vram_budget="1GiB"), estimate), []
+    for shape in (Shape(1, 8, 4), Shape(1, 16, 4), Shape(1, 8, 4), Shape(1, 32)):
+        sizer.begin(shape, ResidencyPlan(2, 0), False, None)
+        joins.append(sizer.joins)
+    assert joins == [True, False, False, True], "the last one has none to be joined with"
+
+
 # What is spent.
 
 

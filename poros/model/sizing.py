@@ -167,7 +167,7 @@ class Sizer:
     def joins(self) -> bool:
         """Whether there is room for what visits take besides, once they are joined."""
         plan = self.plan if self.decides else None
-        return plan is None or plan.micro_batches == 1 or plan.terms["copies"] > 0
+        return plan is None or plan.joins
 
     def begin(
         self, shape: Shape, room: ResidencyPlan, is_checking: bool, adapters: object

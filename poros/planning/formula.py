@@ -168,6 +168,8 @@ class MemoryPlan:
     """Micro-batches that go through the blocks together."""
     shares_dense: bool = False
     """Whether these share the dense weights of a layer."""
+    joins: bool = True
+    """Whether micro-batches that go together are so short that their visits are joined."""
     dense_tokens: float = 0.0
     """Tokens of a micro-batch whose recomputation takes as long as what such sharing spares, once
     per pass; 0 if there is nothing to share."""
@@ -183,7 +185,7 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
-        nested = ("terms", "speeds", "options", "dense_tokens")
+        nested = ("terms", "speeds", "options", "dense_tokens", "joins")
         return {
             "total_num_bytes": self.total_num_bytes,
             "terms": dict(self.terms),
@@ -300,6 +302,7 @@ class _Formula:
     ) -> None:
         self.shapes, self.cost, self.request, self.choice = shapes, cost, request, choice
         self.together = choice.micro_batches
+        self.joins = (self.together - 1) * cost.boundary <= MOST_JOINED
         self.checked = (choice.check_kernels == "peft" and cost.checked) or cost.layers
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
         # Where visits might be recorded, but are not.
@@ -379,6 +382,7 @@ class _Formula:
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
             speeds=request.speeds,
             options={"batch_size": request.batch_size, "seq_len": request.seq_len},
+            joins=self.joins,
             dense_tokens=self.dense_tokens,
             **self.choice._asdict(),
         )
@@ -404,7 +408,7 @@ class _Formula:
         micro-batches on, every other one is replayed by a recording of its own. If the longest ones
         are too long to be joined, none are (``Sizer.joins``).
         """
-        if self.together == 1 or (self.together - 1) * self.cost.boundary > MOST_JOINED:
+        if self.together == 1 or not self.joins:
             return 0
         kept = sum(layer.saved + self.cost.boundary for layer in self.cost.layers[first_kept:])
         return kept + (self._recorded_layer if self.together > 2 else 0)

@@ -119,9 +119,10 @@ def test_recorded_graphs_of_micro_batches_together_are_copies_that_stay(
     found = [each["copies"] for each in (recomputed, recorded, ran)]
     assert found == [second, second + own, 0]
     monkeypatch.setattr(formula, "MOST_JOINED", 3 * COST.boundary - 1)
-    assert plan(**room, keep_last=4, cuda_graphs=True).terms["copies"] == 0  # too long to be joined
+    long = plan(**room, keep_last=4, cuda_graphs=True)
+    assert (long.joins, long.terms["copies"]) == (False, 0)
     two = plan(**{**room, "micro_batches": 2, "accumulation": 2}, keep_last=4, cuda_graphs=True)
-    assert two.terms["copies"] == own
+    assert (two.joins, two.terms["copies"]) == (True, own)
     assert recorded["recordings"] - recomputed["recordings"] == inputs
 
 

@@ -114,12 +114,10 @@ class Captures:
         """Memory of recordings that may have the graph of a call, until its backward."""
         self.rows = Rows(memory, self.note_replays, self._held)
         self._recordings = Recordings(recorder, memory)
-        self._memories = [memory]
-        self._seconds: Recordings | None = None
-        """Of every other micro-batch of a row."""
+        self._all, self._seconds = [self._recordings], None
         if (beside := recorder.beside()) is not None:
-            self._memories.append(SharedMemory(device))
-            self._seconds = Recordings(beside, self._memories[1], are_beside=True)
+            self._seconds = Recordings(beside, SharedMemory(device), are_beside=True)
+            self._all.append(self._seconds)
         self.segments = Segments(memory, self._recordings.links, self)
         self._device = device
         self._is_strict = is_strict
@@ -269,7 +267,7 @@ class Captures:
             self.is_on
             and not any(is_checked(each, "kept") for each in layers)
             and all(form.in_flight() is None for form in forms)
-            and all(map(self._spares_others, forms))
+            and self._spares_others(forms[0])  # the first that was recorded
         )
 
     def note_kept(self, forms: Sequence[Form], visit: object) -> None:
@@ -409,8 +407,8 @@ class Captures:
             holder: Holds the layers, if their calls may wait for those of layers behind.
         """
         self.segments.begin_pass(holder, layers)
-        for memory in self._memories:
-            memory.begin_pass()
+        for recordings in self._all:
+            recordings.begin_pass()
         self._num_passes, self._num_grouped = self._num_passes + 1, num_grouped
         if not is_on and self.is_on:
             self.forget()
@@ -561,9 +559,8 @@ class Captures:
         for form in self._all_forms():
             form.clear()
         self._has_moved = True
-        self._recordings.forget()
-        if self._seconds is not None:
-            self._seconds.forget()
+        for recordings in self._all:
+            recordings.forget()
 
     def _take_up(self, layers: Sequence[LayerBody]) -> None:
         """Know forms of before again, of layers that have not changed but for their places.

@@ -129,10 +129,8 @@ class HeldGraph:
         return self.in_flight() is call if room is None else self._aside.get(call) is room
 
     def put_aside(self) -> bool:
-        """Have its places free for the graph of another call; whether they are."""
+        """Have the graph of the call in flight in a copy; whether it is."""
         call = self.in_flight()
-        if call is None:
-            return True
         if not isinstance(call, LayerCall):
             return False
         free = (each for each in self.rooms if each.call() is None)

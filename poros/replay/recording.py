@@ -81,6 +81,10 @@ class Recordings:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     form.steady = self._backward(layer, form, around, afresh=True)
 
+    def begin_pass(self) -> None:
+        """As ``SharedMemory.begin_pass``."""
+        self._memory.begin_pass()
+
     def forget(self) -> None:
         """Release what is recorded of the recorder's, and in dense weights: blocks will move."""
         if self._dense is not None:

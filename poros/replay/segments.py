@@ -142,7 +142,7 @@ def _runs_of(forms: Sequence[Form | None]) -> list[tuple[int, list[Form]]]:
 def _is_behind(before: Form, form: Form) -> bool:
     """Whether ``form`` can be joined with the one before it.
 
-    A recording overwrites what those that were recorded behind it hold.
+    A recording overwrites what those hold that the same recorder has made behind it.
     """
     return (
         form.facts.specs[0] == before.facts.specs[0]

@@ -4,6 +4,7 @@ Those behind the first are not looked up anew, and their gradients are added by 
 some steps they are joined. Streams are adversarial, slots and what recordings leave are poisoned.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import count
@@ -21,6 +22,7 @@ from poros.replay import routing
 from poros.replay.call import LayerCall
 from poros.replay.casts import AdapterCasts
 from poros.replay.forms import Replayed
+from poros.replay.recording import Recordings
 from poros.replay.routing import GradientSums
 from poros.replay.rows import Row, Rows, Steps
 from tests.exact.recorded import on_tapes
@@ -377,6 +379,29 @@ def test_a_device_without_memory_for_a_second_recording(
     monkeypatch.setattr(TapeRecorder, "beside", lambda self: Full())
     is_same, number = joined()
     assert is_same and number > 0 and "go one at a time: none left" in caplog.text
+
+
+@pytest.mark.parametrize("is_mixed", [True, False])
+def test_recordings_of_two_recorders_are_in_no_segment(is_mixed: bool, monkeypatch: Patch) -> None:
+    """Kept layers of which the one in the middle has no second, by single micro-batches then."""
+    genuine, recorded = Recordings.record, Counter[int]()
+
+    def record(self: Recordings, layer: Any, form: Any) -> None:
+        recorded[layer.index] += 1
+        if is_mixed and layer.index == 1 and recorded[1] > 1:
+            raise RuntimeError("no room")
+        genuine(self, layer, form)
+
+    monkeypatch.setattr(Recordings, "record", record)
+    model, resident = on_tapes(UNDRAWN(), slots=3, keep_last=3), UNDRAWN()
+    facts = []
+    for each in (model, resident):
+        facts.append(train(each, each is model, **ALIKE))
+        if each is model:
+            of_groups = poros.runtime(model).stats()["num_joined_visits"]
+        facts[-1] += train(each, sizes=(1,) * 6, lengths=(12,))
+    assert same(*facts)
+    assert (poros.runtime(model).stats()["num_joined_visits"] > of_groups) is not is_mixed
 
 
 def test_a_use_without_a_gradient() -> None:

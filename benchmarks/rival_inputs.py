@@ -63,7 +63,8 @@ def write_inputs(
     ]
     with rows.open("w", encoding="utf-8") as file:
         written = 0
-        while written < 5 * num_tokens:  # characters; a token is about four of them
+        while written < 10 * num_tokens:  # characters: more than a run reads, as the last step of
+            # an epoch can have fewer rows
             for piece in pieces:
                 file.write(json.dumps({"text": piece}) + "\n")
                 written += len(piece)

@@ -164,16 +164,16 @@ class Group(InPlace):
         layer = self._layers[index]
         grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
         before = None
-        with batches[0].code.inside(), layer.in_a_row(), grouped as visits:
-            for number, batch in enumerate(batches):
-                rest = batches[1:] if number == 1 else []
-                if len(rest) > 1 and MicroBatch.run_together(rest, index, before):
-                    break
-                before = batch.run_layer(index, visits, before)
+        with batches[0].code.inside(), layer.in_a_row(), grouped as together:
+            for batch in batches:
+                behind = batches[1:] if batch is batches[0] else []
+                before = batch.run_layer(index, together, before, behind)
                 if batch.failure is not None:
                     break
                 if self._is_confined:
                     torch.clear_autocast_cache()
+                if batches[-1].has_run(index):
+                    break
 
     def _begin(self, runs: Sequence[Callable[[], Any]], has_last: bool) -> None:
         """Run the code of each up to its last layer, and the first layer for each."""
@@ -498,10 +498,9 @@ class Group(InPlace):
         for index in reversed(range(len(self._layers))) if done else ():
             sums = GradientSums()
             with self._layers[index].in_a_row():
-                for number, batch in enumerate(done):
-                    if number == 1 and MicroBatch.backward_together(done[1:], index, sums):
-                        break
-                    batch.backward(index, self._is_by_hand(batch), sums)
+                if not MicroBatch.backward_together(done, index, sums):
+                    for batch in done:
+                        batch.backward(index, self._is_by_hand(batch), sums)
         for batch in done:
             batch.backward_below(self._is_by_hand(batch))
         if not Start.capture(self._device).equals(state):

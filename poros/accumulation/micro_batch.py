@@ -37,6 +37,7 @@ from poros.replay.call import LayerCall
 from poros.replay.remat import ReplayedVisit
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
+from poros.stream.context import Behind, Together
 from poros.stream.rng import RngStash, Start, is_same_state
 
 
@@ -203,24 +204,28 @@ class MicroBatch:
             self.state = Start.capture(self._device)
 
     def run_layer(
-        self, index: int, visits: list[ReplayedVisit], before: ReplayedVisit | None = None
+        self,
+        index: int,
+        together: Together,
+        before: ReplayedVisit | None,
+        behind: Sequence["MicroBatch"],
     ) -> ReplayedVisit | None:
         """Run a layer that its code has called, in the state that this has left; cut behind it.
 
-        Gives back its visit, which is the last of ``visits`` then, if it is no node of a graph;
-        ``before`` is such a one of another micro-batch, right before. If it raises: ``failure``.
+        Gives back its visit, if it is no node of a graph; ``before`` is such a one of another
+        micro-batch, right before. Those ``behind`` are replayed with it, if they can be. If it
+        raises: ``failure``.
         """
         layer, (kind, args, kwargs) = self._layers[index], self._noted.pop(0)
         known, captures = self._replayed.get(kind), layer.context.captures
         cut = self._cuts[index]
-        self._require_unedited()
+        for each in (self, *behind):
+            each._require_unedited()
         try:
             if before is not None and known is not None and captures is not None and cut.is_awaited:
                 again = captures.rows.one(before, known, cut.value, self.state.pytorch)
                 if again is not None:
-                    cut.release()
-                    result, visit = again
-                    return self._note_run(index, result, visit, visit.call.has_drawn)
+                    return self._note_replayed(index, *again)
             given = cut.take()
             args = tuple(given if isinstance(each, HiddenStates) else each for each in args)
             kwargs = {
@@ -228,6 +233,9 @@ class MicroBatch:
                 for key, each in kwargs.items()
             }
             self.state.pytorch.restore()
+            theirs = [each._comes_next(index) for each in behind]
+            together.behind = [each for each in theirs if each is not None]
+            together.behind = together.behind if None not in theirs else ()
             run = partial(layer.forward_now, args, kwargs)
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
@@ -238,37 +246,25 @@ class MicroBatch:
             self.failure = error
             self._note_drawn()
             return None
-        found = visits.pop() if visits else None
-        if found is not None:
-            self._replayed[kind] = found.call
-        return self._note_run(index, result, found)
+        made, together.made, together.behind = together.made, [], ()
+        visit = made[0][1] if made else None
+        if visit is not None:
+            self._replayed[kind] = visit.call
+        self._note_run(index, result, visit)
+        for each, (of_it, its_visit) in zip(behind, made[1:], strict=False):
+            each._noted.pop(0)
+            each._note_replayed(index, of_it, its_visit)
+        return visit
 
-    @staticmethod
-    def run_together(
-        batches: Sequence["MicroBatch"], index: int, before: ReplayedVisit | None
-    ) -> bool:
-        """``run_layer`` for all of them in one go; whether that could be done."""
-        captures = None if before is None else before.call.layer.context.captures
-        known = [each._replayed.get(each._noted[0][0]) for each in batches]
-        cuts = [each._cuts[index] for each in batches]
-        is_known = all(each is not None for each in known)
-        if captures is None or not is_known or not all(each.is_awaited for each in cuts):
-            return False
-        for each in batches:
-            each._require_unedited()
-        states = [each.state.pytorch for each in batches]
-        try:
-            made = captures.rows.all(before, known, [each.value for each in cuts], states)
-        except Exception as error:
-            batches[0].failure = error
-            return True
-        if made is None:
-            return False
-        for batch, cut, (result, visit) in zip(batches, cuts, made, strict=True):
-            batch._noted.pop(0)
-            cut.release()
-            batch._note_run(index, result, visit, has_drawn=False)
-        return True
+    def has_run(self, index: int) -> bool:
+        """Whether that layer has run, or was replayed."""
+        return len(self._cuts) > index + 1
+
+    def _comes_next(self, index: int) -> Behind | None:
+        """Its next call, of that layer, if it can be replayed behind that of another one."""
+        known, cut = self._replayed.get(self._noted[0][0]), self._cuts[index]
+        is_awaited = known is not None and cut.is_awaited
+        return (known, cut.value, self.state.pytorch) if is_awaited else None
 
     def _require_unedited(self) -> None:
         try:
@@ -278,13 +274,20 @@ class MicroBatch:
 
     def _note_run(
         self, index: int, result: torch.Tensor, visit: ReplayedVisit | None, has_drawn: bool = True
-    ) -> ReplayedVisit | None:
+    ) -> None:
         """A layer has run: cut behind it."""
         self._cuts.append(Cut(result, visit))
         if has_drawn:
             self._note_drawn()
         number = (index == 0) + (index == len(self._layers) - 1)
         self.bounds += [self.state.pytorch] * number
+
+    def _note_replayed(
+        self, index: int, result: torch.Tensor, visit: ReplayedVisit
+    ) -> ReplayedVisit:
+        """A layer was replayed, behind that of another one."""
+        self._cuts[index].release()
+        self._note_run(index, result, visit, visit.call.has_drawn)
         return visit
 
     def _note_drawn(self) -> None:

@@ -13,8 +13,7 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     embedding, head, other   what else is not in the layers, and what is small in them (norms,
                   biases, quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
-    copies        if micro-batches go together: one more graph of each kept layer, and recordings
-                  of a second one at a time
+    copies        if micro-batches go together: recordings of a second one at a time, and a graph
     dense layer   the 4-bit weights of one layer, dense, which micro-batches together share
     dense weight  memory for one 4-bit weight at a time, dense, which visits have that may be
                   recorded; where they are, it is one of the recordings
@@ -302,7 +301,7 @@ class _Formula:
     ) -> None:
         self.shapes, self.cost, self.request, self.choice = shapes, cost, request, choice
         self.together = choice.micro_batches
-        self.joins = (self.together - 1) * cost.boundary <= MOST_JOINED
+        self.joins = self.together * cost.boundary <= MOST_JOINED
         self.checked = (choice.check_kernels == "peft" and cost.checked) or cost.layers
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
         # Where visits might be recorded, but are not.
@@ -404,14 +403,15 @@ class _Formula:
     def _copies(self, first_kept: int) -> int:
         """Count what visits take besides, once they are joined.
 
-        The graphs of all kept layers are in copies beside a recording's memory. From three
-        micro-batches on, every other one is replayed by a recording of its own. If the longest ones
-        are too long to be joined, none are (``Sizer.joins``).
+        Every other micro-batch is replayed by a recording of its own, in whose memory the graph of
+        one is, as of one in the other's. If the longest ones are too long to be joined, none are
+        (``Sizer.joins``). Two graphs of a layer change places by way of a third.
         """
-        if self.together == 1 or not self.joins:
+        if self.together == 1:
             return 0
-        kept = sum(layer.saved + self.cost.boundary for layer in self.cost.layers[first_kept:])
-        return kept + (self._recorded_layer if self.together > 2 else 0)
+        kept = self.cost.layers[first_kept:]
+        graph = max((layer.saved + self.cost.boundary for layer in kept), default=0)
+        return graph + (self._recorded_layer if self.joins else 0)
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""

@@ -230,6 +230,12 @@ class Captures:
             self._settle(call, form, forward, different if same_end else "random numbers")
             return returned
         call.mappings = ()  # they hold what other layers leave, with its graph
+        together = call.layer.context.together if form.facts.may_be_apart else None
+        if together is not None:
+            made = self.rows.all(call, form, together.behind, self.backward)
+            together.made += made
+            if made:
+                return made[0][0]
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
         with call.layer.weights.occupy(phase):
@@ -241,10 +247,10 @@ class Captures:
         if form.held is not None:
             form.held.note_at(call, None)
             self._held.add(form.held)
-        apart = call.layer.context.without_graph
-        if apart is not None and form.facts.may_be_apart:
-            apart.append(ReplayedVisit(call, form, kept, self.backward))
-            return form.facts.result_of(results)
+        if together is not None:
+            result = form.facts.result_of(results)
+            together.made.append((result, ReplayedVisit(call, form, kept, self.backward)))
+            return result
         uses, gives_casts = form.facts.uses, form.facts.gives_casts
         given, terms = hand_in(call.tensors, call.parameters, uses, gives_casts, call.layer.name)
         outputs = RematerializeLayer.apply(call, form, self.backward, terms, results, kept, *given)

@@ -128,14 +128,18 @@ class HeldGraph:
         """Whether the graph of ``call`` is in ``room``; None: in its places."""
         return self.in_flight() is call if room is None else self._aside.get(call) is room
 
-    def put_aside(self) -> bool:
-        """Have the graph of the call in flight in a copy; whether it is."""
+    def put_aside(self, for_now: bool = False) -> bool:
+        """Have the graph of the call in flight in a copy; whether it is.
+
+        Where a row has rooms, there is memory for no more, but for one ``for_now``.
+        """
         call = self.in_flight()
         if not isinstance(call, LayerCall):
             return False
         free = (each for each in self.rooms if each.call() is None)
         room = next((each for each in free if len(each.memory) >= self.size), None)
-        room = room or self.new_room()
+        if room is None and (for_now or not self.rooms):
+            room = self.new_room()
         if room is None:
             return False
         copy_all(self.within(room), self.places)
@@ -159,7 +163,9 @@ class HeldGraph:
         """Have the graph of ``call`` in its places; whether it is there."""
         if self.in_flight() is call:
             return True
-        if call not in self._aside or (self.in_flight() is not None and not self.put_aside()):
+        if call not in self._aside:
+            return False
+        if self.in_flight() is not None and not self.put_aside(for_now=True):
             return False
         copy_all(self.places, self.within(self._aside[call]))
         self.forget(call)

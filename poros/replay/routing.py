@@ -165,6 +165,9 @@ class GradientSums:
         """
         if not arrived:
             return
+        if recorded is not None and self.may_begin(arrived, recorded):
+            self.begin(arrived, recorded, recorded.gives.piece_of(OF_ADAPTERS))
+            return
         parameters, gradients = zip(*arrived, strict=True)
         sums = [each.grad for each in parameters]
         places = [each.data_ptr() for each in sums if each is not None]
@@ -178,16 +181,6 @@ class GradientSums:
                 accumulate_grad=True,
             )
             return
-        is_first = all(each is None for each in sums)
-        piece = None if recorded is None else recorded.gives.piece_of(OF_ADAPTERS)
-        if piece is not None and is_first and _are_apart_in(piece, gradients):
-            # Sums that lie as the gradients do are made by one addition of all.
-            self._recorded, self._total, self._piece = recorded, piece.clone(), piece
-            for parameter, gradient in arrived:
-                place = gradient.size(), gradient.stride(), gradient.storage_offset()
-                # No view: code may edit one with a graph, or detach it in place.
-                parameter.grad = self._total.as_strided(*place).data
-            return
         for parameter, total, gradient in zip(parameters, sums, gradients, strict=True):
             if total is None:
                 parameter.grad = gradient.clone()
@@ -195,9 +188,37 @@ class GradientSums:
         if there:
             torch._foreach_add_(*map(list, zip(*there, strict=True)))
 
-    def total_of(self, recorded: Recorded | None) -> torch.Tensor | None:
-        """The memory of all sums, if ``recorded`` has given the first terms; else None."""
-        return self._total if recorded is not None and recorded is self._recorded else None
+    def may_begin(
+        self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]], recorded: Recorded
+    ) -> bool:
+        """Whether gradients of parameters that ``recorded`` gives are the first, and nobody's."""
+        piece = recorded.gives.piece_of(OF_ADAPTERS)
+        return (
+            piece is not None
+            and bool(arrived)
+            and all(parameter.grad is None for parameter, _ in arrived)
+            and all(_has_plain_sum(parameter, None, gradient) for parameter, gradient in arrived)
+            and _are_apart_in(piece, [gradient for _, gradient in arrived])
+        )
+
+    def begin(
+        self,
+        arrived: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        recorded: Recorded,
+        total: torch.Tensor | None,
+    ) -> None:
+        """Have first gradients, which lie in ``total`` as in the memory of ``recorded``, summed up.
+
+        Sums that lie as the gradients do are made by one addition of all.
+        """
+        piece = recorded.gives.piece_of(OF_ADAPTERS)
+        if piece is None or total is None:
+            raise LookupError("expected gradients of adapters in one piece of memory, found none")
+        self._recorded, self._total, self._piece = recorded, total.clone(), piece
+        for parameter, gradient in arrived:
+            place = gradient.size(), gradient.stride(), gradient.storage_offset()
+            # No view: code may edit one with a graph, or detach it in place.
+            parameter.grad = self._total.as_strided(*place).data
 
     def add_all(self, recorded: Recorded | None) -> bool:
         """Add what it has given, if it gave the first ones too; whether it did."""

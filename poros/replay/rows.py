@@ -1,16 +1,16 @@
 """Visits of one layer by micro-batches, one behind the other: replayed one by one, or in one go.
 
-The first visit of a row is looked up and replayed as any call is (``poros.replay.captures``).
-Nobody's code runs from then to the end of the row, so what decides what the layer computes, and
-the state around it, are for all of them those of the first.
+The first visit of a row is looked up as any call is (``poros.replay.captures``). Nobody's code runs
+from then to the end of the row, so what decides what the layer computes, and the state around it,
+are for all of them those of the first.
 
 Note: In one go
     A visit that is replayed by itself costs the host a launch, copies and objects of Python (on the
     host of an H100 0.15 ms in a forward), while a device may have nothing to do. So the recorded
-    visit is joined with itself, once for each of the micro-batches behind the first one, and what
-    copies their tensors there and back. Hidden states are in fixed memory together, and results
-    take their places; so do gradients. Gradients of adapters are added to a copy of the sum so far,
-    for one micro-batch after the other.
+    visit is joined with itself, once for each micro-batch, and what copies their tensors there and
+    back. Hidden states are in fixed memory together, and results take their places; so do
+    gradients. Gradients of adapters are summed in fixed memory, for one micro-batch after the
+    other; parameters have none before.
 
 Note: Two at a time
     The products of one micro-batch are too small to fill a device. So a visit is recorded twice,
@@ -20,9 +20,10 @@ Note: Two at a time
 Note: Layers that keep their graphs
     The recording of such a layer has one graph in its memory. So the joined forward copies that of
     each micro-batch to memory of its own, and the joined backward copies each back; but for one of
-    the second recording, which is the last there in forward and the first in backward. Where calls
-    are not all of one form, or fewer, and so are replayed one by one, their graphs wait there as
-    well: there is no memory for more.
+    each recording, which is the last there in forward and the first in backward. Where calls are
+    not all of one form, or fewer, and so are replayed one by one, their graphs wait there as well:
+    there is no memory for more. Calls of the first layer are always replayed one by one, each as
+    soon as code has come to it, so their graphs are nowhere together.
 
 Note: Which
     Those of one form that draw no random numbers: what a micro-batch draws in one layer is not
@@ -31,6 +32,7 @@ Note: Which
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 from weakref import WeakSet
 
@@ -40,9 +42,11 @@ from poros.kernels.copies import copy_all
 from poros.replay.call import LayerCall
 from poros.replay.forms import Form, HeldGraph, Replayed, Room, Second
 from poros.replay.graphs import MOST_JOINED, Recording, SharedMemory, Spec
-from poros.replay.remat import ReplayedVisit
+from poros.replay.remat import Differentiate, ReplayedVisit
 from poros.replay.routing import OF_ADAPTERS, GradientSums
+from poros.replay.uses import Around
 from poros.slots.schedule import Phase
+from poros.stream.context import Behind
 from poros.stream.rng import RngStash
 
 _MOST_ROWS = 4
@@ -58,12 +62,10 @@ class Row:
     Attributes:
         hidden: Their hidden states, and after a replay their results.
         gradients: Those of their results, and after a replay those of their hidden states.
-        total: The sum of the gradients of adapters, without those of these micro-batches and then
-            with them.
-        one_backward: The recorded backward of the one before them.
+        total: The sum of the gradients of adapters, after a replay.
         branches: What is recorded of one, that may run at the same time as the others.
-        homes: Where the graph of the one before them, and of each, waits, if the layer keeps them:
-            of which recording it is, and the room; None for the recording's own memory.
+        homes: Where the graph of each waits, if the layer keeps them: of which recording it is, and
+            the room; None for the recording's own memory.
         forward, backward: Those of all.
         parts: What these are joined of.
     """
@@ -80,24 +82,24 @@ class Row:
         number: int,
     ) -> None:
         hidden, *others = form.facts.specs
-        self.one_backward, self.branches = form.backward, branches
+        self.branches = branches
         self.hidden = memory.of("hidden states of a row", [hidden] * number)
         self.gradients = memory.of("gradients of a row", [hidden] * number)
         piece = Spec.of(_piece_of(branches[0]))
         (self.total,) = memory.of("sums of a row", [piece]).tensors
         self._others = memory.of("what a row is given besides", others * number)
         self._num_others = len(others)
-        self.homes = self._make_homes(form.held, number) if form.held else []
+        self.homes = self._make_homes(number)
         self._waiting: WeakSet[LayerCall] = WeakSet()
         """The calls whose graphs are in these copies, until their backward."""
 
-    def _make_homes(self, first: HeldGraph, number: int) -> list[tuple[HeldGraph, Room | None]]:
-        size = max(each.held.size for each in self.branches if each.held)
-        of_all = [first, *(self.branch_of(part).held or first for part in range(number))]
-        homes: list[tuple[HeldGraph, Room | None]] = []
-        for place, held in enumerate(of_all):
-            stays = place == 1 and held is not first
-            homes.append((held, None if stays else Room(held.places[0].new_empty(size))))
+    def _make_homes(self, number: int) -> list[tuple[HeldGraph, Room | None]]:
+        every = [each.held for each in self.branches if each.held]
+        size = max((each.size for each in every), default=0)
+        homes: list[tuple[HeldGraph, Room | None]] = [(each, None) for each in every]
+        for part in range(len(every), number if every else 0):
+            held = every[part % len(every)]
+            homes.append((held, Room(held.places[0].new_empty(size))))
         return homes
 
     def branch_of(self, number: int) -> Second:
@@ -120,7 +122,7 @@ class Row:
     def make_free(self) -> bool:
         """Have no graph where it leaves some; whether others' that wait there could go elsewhere.
 
-        Those that a replay of it has left are gone. The one before it has left the recording's.
+        Those that a replay of it has left are gone.
         """
         rooms = [room for _, room in self.homes if room is not None]
         every = [each.held for each in self.branches if each.held]
@@ -132,24 +134,19 @@ class Row:
         return are_elsewhere and all(held.in_flight() is None for held in every)
 
     def have_graphs(self, calls: Sequence[LayerCall]) -> None:
-        """The graphs of ``calls``, the first one's and theirs, wait there from now on."""
+        """The graphs of its ``calls`` wait there from now on."""
         self._waiting = WeakSet(calls)
         for call, (held, room) in zip(calls, self.homes, strict=True):
             held.note_at(call, room)
 
     def has_graphs(self, calls: Sequence[LayerCall]) -> bool:
         """Whether the graphs of its ``calls`` wait there still."""
-        homes = zip(calls, self.homes[1:], strict=True)
+        homes = zip(calls, self.homes, strict=True)
         return all(held.is_at(call, room) for call, (held, room) in homes)
-
-    def fill_gradients(self, gradients: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-        """Have the gradients of results there, and the sum so far, for one replay."""
-        copy_all(self.gradients.tensors, gradients)
-        self.total.copy_(total)
 
 
 class Rows:
-    """Replays visits that are right behind another one of their layer, and notes how many.
+    """Replays visits of a layer that are one behind the other, and notes how many.
 
     Attributes:
         is_on: Whether there is room for rows.
@@ -182,8 +179,10 @@ class Rows:
         Returns:
             The layer's result, and the visit; None if the call is of another form.
         """
-        form, forward = visit.form, _forward_of(visit, [arguments])
-        if forward is None or not form.put_aside():
+        form, forward = visit.form, visit.form.forward
+        if forward is None or not forward.is_proved or not _are_like(visit.call, form, [arguments]):
+            return None
+        if not form.put_aside():
             return None
         call = visit.call.again([hidden, *arguments.others], rng)
         if forward.has_drawn:
@@ -201,41 +200,38 @@ class Rows:
         return form.facts.result_of(results), visit.again(call, kept)
 
     def all(
-        self,
-        visit: ReplayedVisit,
-        arguments: Sequence[LayerCall],
-        hidden: Sequence[torch.Tensor],
-        rngs: Sequence[RngStash],
-    ) -> list[tuple[Any, ReplayedVisit]] | None:
-        """``one`` for each of several micro-batches; None if that is not recorded."""
-        row: Row | None = visit.form.rows.get(len(arguments))
-        forward = None if row is None else _forward_of(visit, arguments)
-        if row is None or forward is None:
-            return None
-        form, held = visit.form, visit.form.held
-        if held is not None:
-            if not held.is_at(visit.call, None):
-                return None
-            held.in_flight = lambda: None  # its graph gives way to those of the others
-            lost = (each.overwritten(self._held) for each in form.all_held())
-            if not row.make_free() or any(lost):
-                held.note_at(visit.call, None)
-                return None
-        sources = [[given, *known.others] for known, given in zip(arguments, hidden, strict=True)]
-        with visit.call.layer.weights.occupy(Phase.FORWARD):
+        self, call: LayerCall, form: Form, behind: Sequence[Behind], differentiate: Differentiate
+    ) -> list[tuple[Any, ReplayedVisit]]:
+        """Replay a ``call`` of a recorded form, and those of the micro-batches right ``behind``.
+
+        Returns:
+            The layer's result, and the visit, of each; nothing if that is not recorded.
+        """
+        row: Row | None = form.rows.get(1 + len(behind))
+        if row is None or not _are_like(call, form, [each for each, _, _ in behind]):
+            return []
+        if form.held is not None:
+            lost = any(each.overwritten(self._held) for each in form.all_held())
+            if lost or not row.make_free():
+                return []
+        sources = [call.tensors, *([hidden, *known.others] for known, hidden, _ in behind)]
+        with call.layer.weights.occupy(Phase.FORWARD):
             row.fill([each.forward for each in row.branches], sources)
             row.forward.replay()
             results = row.hidden.copies()
-        found: list[tuple[Any, ReplayedVisit]] = []
-        for source, result, rng in zip(sources, results, rngs, strict=True):
-            call = visit.call.again(source, rng)
-            call.note_end_as(rng)
-            found.append((form.facts.result_of([result]), visit.again(call, source)))
-        if held is not None:
-            row.have_graphs([visit.call, *(each.call for _, each in found)])
+        others = zip(sources[1:], behind, strict=True)
+        calls = [call, *(call.again(source, rng) for source, (_, _, rng) in others)]
+        if form.held is not None:
+            row.have_graphs(calls)
             self._held.update(form.all_held())
-        self._note_joined(form, len(found))
-        return found
+        for each in calls:
+            each.note_end_as(each.rng)
+        self._note_joined(form, len(calls))
+        visits = map(ReplayedVisit, calls, repeat(form), sources, repeat(differentiate))
+        return [
+            (form.facts.result_of([result]), visit)
+            for result, visit in zip(results, visits, strict=True)
+        ]
 
     def backward(
         self,
@@ -245,35 +241,35 @@ class Rows:
     ) -> Sequence[torch.Tensor | None] | None:
         """``ReplayedVisit.backward`` of each; None if that is not recorded, and nothing was done.
 
-        They are right behind one whose backward was replayed, and has begun ``sums``.
+        ``sums`` have not begun.
         """
-        form, behind, number = visits[0].form, sums.behind, len(visits)
-        if behind is None or not _may_be_together(visits, gradients[0]):
+        form, recorded, number = visits[0].form, visits[0].form.backward, len(visits)
+        if recorded is None or not _may_be_together(visits, gradients[0]):
             return None
         form.num_rows[number] += self.is_on
         most = _MOST_ROWS if form.held is None else 1
         if form.num_rows[number] == _LEAST_ROWS and len(form.rows) < most:
             form.rows.setdefault(number, None)
-        row, total = form.rows.get(number), sums.total_of(behind)
-        if row is None or total is None or row.one_backward is not behind:
+        row: Row | None = form.rows.get(number)
+        if row is None:
             return None
-        if form.held is not None:
-            calls = [each.call for each in visits]
-            if not form.put_aside() or not row.has_graphs(calls):
-                return None
+        calls = [each.call for each in visits]
+        arrived = _arrived(calls[0], form, recorded)
+        if not sums.may_begin(arrived, recorded) or (row.homes and not row.has_graphs(calls)):
+            return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]
             for visit in visits:
                 visit.release()
-            with visits[0].call.layer.weights.occupy(Phase.BACKWARD):
+            with calls[0].layer.weights.occupy(Phase.BACKWARD):
                 ones = [each.backward for each in row.branches]
                 if form.held is None:
                     row.fill(ones, sources)
                 for one in ones:
                     one.given.forget()  # what arrived for the last call is there then
-                row.fill_gradients(gradients, total)
+                copy_all(row.gradients.tensors, gradients)
                 row.backward.replay()
-                total.copy_(row.total)
+                sums.begin(arrived, recorded, row.total)
                 found = row.gradients.copies()
         self._note_joined(form, number)
         return found if form.facts.uses.of_tensors else [None] * number
@@ -292,9 +288,8 @@ class Rows:
 
     def wants_second(self, form: Form) -> bool:
         """Whether a row is wanted of which two visits are to be replayed at a time."""
-        wanted = (each for each, made in form.rows.items() if made is None)
         is_new = form.second is None and not form.has_no_second
-        return is_new and max(wanted, default=0) > 1 and self._own_of(form) is not None
+        return is_new and None in form.rows.values() and self._own_of(form) is not None
 
     def join(self, form: Form) -> bool:
         """Join what is recorded of ``form``, where that is wanted and can be.
@@ -318,7 +313,7 @@ class Rows:
             return None
         branches = [own] if form.second is None else [form.second, own]
         row = Row(form, branches, self._memory, number)
-        forward, backward = self._forwards(row, own, number), self._backwards(form, row, number)
+        forward, backward = self._forwards(row, number), self._backwards(form, row, number)
         forward_of_all, backward_of_all = (
             own.links.join(each.recordings, each.behind) for each in (forward, backward)
         )
@@ -345,40 +340,38 @@ class Rows:
         places = [branch.backward.places[use] for use in uses]
         return [branch.backward.gives.tensors[each] for each in places if each is not None]
 
-    def _forwards(self, row: Row, own: Second, number: int) -> "Steps":
+    def _forwards(self, row: Row, number: int) -> "Steps":
         steps = Steps()
-        if own.held is not None:
-            _, room = row.homes[0]
-            steps.add(own, _copy_out(own, own.held, room))
         for branch in row.branches:
-            if branch is not own and branch.forward.casts is not None:
-                steps.add(branch, branch.forward.casts.recordings)
+            steps.add(branch, branch.forward.casts.recordings if branch.forward.casts else [])
         for part in reversed(range(number)):
             branch, given = row.branch_of(part), row.given(part)
             forward, links = branch.forward, branch.links
             steps.add(branch, [links.copies(forward.given.tensors, given), forward.recording])
-            if row.homes:
-                steps.add(branch, _copy_out(branch, *row.homes[1 + part]))
+            held, room = row.homes[part] if row.homes else (None, None)
+            if held is not None and room is not None:
+                steps.add(branch, [links.copies(held.within(room), held.places)])
             steps.add(branch, [links.copies(given[:1], forward.gives.tensors)])
         return steps
 
     def _backwards(self, form: Form, row: Row, number: int) -> "Steps":
         steps = Steps()
         for branch in row.branches:
-            if branch.backward is not row.one_backward and branch.backward.casts is not None:
-                steps.add(branch, branch.backward.casts.recordings)
+            steps.add(branch, branch.backward.casts.recordings if branch.backward.casts else [])
         summed: int | None = None
         for part in range(number):
             branch, gradient = row.branch_of(part), row.gradients.tensors[part]
             backward, links, given = branch.backward, branch.links, row.given(part)
             if row.homes:
                 given = []
-                held, room = row.homes[1 + part]
+                held, room = row.homes[part]
                 if room is not None:
                     steps.add(branch, [links.copies(held.places, held.within(room))])
             steps.add(branch, [links.copies(backward.given.tensors, [*given, gradient])])
             steps.add(branch, [backward.recording])
-            summed = steps.add(branch, [links.add(row.total, _piece_of(branch))], behind=summed)
+            piece = _piece_of(branch)
+            taken = links.add(row.total, piece) if part else links.copies([row.total], [piece])
+            summed = steps.add(branch, [taken], behind=summed)
             terms = self._terms(form, branch)
             steps.add(branch, [links.copy_of_sum(gradient, terms)] if terms else [])
         return steps
@@ -392,9 +385,13 @@ def _piece_of(branch: Second) -> torch.Tensor:
     return piece
 
 
-def _copy_out(branch: Second, held: HeldGraph, room: Room | None) -> list[Recording]:
-    """What copies a graph to ``room``; nothing if it stays."""
-    return [] if room is None else [branch.links.copies(held.within(room), held.places)]
+def _arrived(
+    call: LayerCall, form: Form, recorded: Replayed
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters of a call, each used once, and their gradients in the memory of a backward."""
+    places = [(number, recorded.places[use]) for number, (use,) in form.facts.uses.of_parameters]
+    gives = recorded.gives.tensors
+    return [(call.parameters[n], gives[place]) for n, place in places if place is not None]
 
 
 class Steps:
@@ -422,14 +419,10 @@ class Steps:
         return self._last.get(id(branch))
 
 
-def _forward_of(visit: ReplayedVisit, arguments: Sequence[LayerCall]) -> Replayed | None:
-    """The recorded forward of ``visit``, if calls with these ``arguments`` are of its form."""
-    form = visit.form
-    is_alike = all(each.is_like(visit.call) for each in arguments)
+def _are_like(call: LayerCall, form: Form, others: Sequence[LayerCall]) -> bool:
+    """Whether calls with the arguments of ``others`` are of the form of ``call``."""
     # Hidden states behind the first layer have a graph, if anything before is trained.
-    is_alike &= visit.form.facts.has_gradient_of_hidden
-    forward = form.forward
-    return forward if is_alike and forward is not None and forward.is_proved else None
+    return form.facts.has_gradient_of_hidden and all(each.is_like(call) for each in others)
 
 
 def _may_be_together(visits: Sequence[ReplayedVisit], gradient: torch.Tensor) -> bool:
@@ -442,7 +435,11 @@ def _may_be_together(visits: Sequence[ReplayedVisit], gradient: torch.Tensor) ->
         and (gradient.shape, gradient.dtype) == hidden
         and len(visits) * gradient.nbytes <= MOST_JOINED
         and not torch._C._len_torch_dispatch_stack()
+        and form.backward is not None
+        and form.backward.is_proved
+        and form.around == Around((True,), first.layer.surroundings())
         and form.dense_address == first.layer.dense_address
+        and (form.held is None or first.layer.index > 0)
         and all(
             each.form is form and not each.call.has_drawn and each.call.offloaded is None
             for each in visits

@@ -16,6 +16,7 @@ from poros.kernels.dense_memory import DenseLayer, DenseWorkspace
 from poros.kernels.forwards import is_in_library, is_of_library
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader
+from poros.stream.rng import RngStash
 from poros.stream.visit import Visits
 
 Kind = Literal["recomputed", "kept", "inference"]
@@ -34,6 +35,21 @@ class LayerCheck(Protocol):
 
     def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
         """Check the bytes over which a layer keeps its graph."""
+
+
+Behind = tuple[Any, torch.Tensor, RngStash]
+"""Of a micro-batch: a call of another layer (``poros.replay.call.LayerCall``) with the arguments of
+its next one but for hidden states, these, and the random states that it begins with."""
+
+
+@dataclass
+class Together:
+    """Calls of one layer by micro-batches that go together, one behind the other."""
+
+    behind: Sequence[Behind] = ()
+    """Those behind the one that comes next, if they may be replayed with it."""
+    made: list[tuple[Any, Any]] = field(default_factory=list)
+    """What those gave that were replayed, and visits (``poros.replay.remat.ReplayedVisit``)."""
 
 
 @dataclass(eq=False)
@@ -70,21 +86,21 @@ class ModelContext:
     """Whether each call of a layer has an autocast region of its own."""
     _cast_in_pass: set[int] = field(default_factory=set)
     """Ids of adapters of which calls in this pass have casts that nobody else can use."""
-    without_graph: list[Any] | None = None
-    """Where replayed visits that are to be no nodes of a graph are added, if they are."""
+    together: Together | None = None
+    """Of micro-batches whose calls are no nodes of a graph, if these are replayed now."""
 
     @contextmanager
-    def grouped(self, is_confined: bool, has_graph: bool) -> Iterator[list[Any]]:
+    def grouped(self, is_confined: bool, has_graph: bool) -> Iterator[Together]:
         """Calls in the body are those of micro-batches that go together.
 
-        Those that are replayed are nodes of a graph all the same if it ``has_graph``; else the
-        context gives them: ``poros.replay.remat.ReplayedVisit``.
+        Those that are replayed are nodes of a graph all the same if it ``has_graph``.
         """
-        self.is_confined, self.without_graph = is_confined, None if has_graph else []
+        together = Together()
+        self.is_confined, self.together = is_confined, None if has_graph else together
         try:
-            yield [] if self.without_graph is None else self.without_graph
+            yield together
         finally:
-            self.is_confined, self.without_graph = False, None
+            self.is_confined, self.together = False, None
 
     def begin_pass(self) -> None:
         """Another call of the model begins."""

@@ -46,6 +46,8 @@ class RngStash:
 
     def equals(self, other: "RngStash") -> bool:
         """Whether both hold the same states, bit for bit."""
+        if self is other:
+            return True
         if not torch.equal(self.cpu, other.cpu):
             return False
         if self.device_state is None or other.device_state is None:

@@ -240,6 +240,19 @@ def with_one_mask_then(model: Model, together: bool = True) -> Facts:
     return facts
 
 
+def masked_in_turn(model: Model, together: bool = True) -> Facts:
+    """The first and the last of a group have one mask; the last layer's are not joined."""
+    masks = [torch.full((12, 12), -1e9).triu(diagonal).expand(2, 1, 12, 12) for diagonal in (1, 6)]
+    numbers = count()
+
+    def form(batch: Batch) -> Batch:
+        return {**batch, "attention_mask": masks[next(numbers) % 3 % 2]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Row, "make_free", lambda *_: False)
+        return train(model, together, form=form, **ALIKE)
+
+
 def evaluated_with_hooks(model: Model, together: bool = True) -> Facts:
     """Between the first groups; what hooks cut off then is there only later."""
     facts, generator = list[torch.Tensor](), torch.Generator().manual_seed(2)
@@ -270,6 +283,7 @@ JOINED: dict[str, Callable[[], tuple[bool, int]]] = {
     "positions of their own": partial(joined, partial(train, form=with_positions, **ALIKE)),
     "embeddings trained below": partial(joined, embedded_first, trained_below),
     "a mask that is edited behind groups": partial(joined, with_one_mask_then),
+    "masks in turn": partial(joined, masked_in_turn, slots=3, keep_last=1),
     "evaluated with hooks in between": partial(joined, evaluated_with_hooks),
     "edited behind the layers": partial(joined, base=edited_behind, **ON_HOST),
     "clipped": partial(joined, partial(train, clip=0.1, **ALIKE)),
@@ -289,9 +303,10 @@ def test_joined(which: str) -> None:
     assert is_same and (number > 0) == (which in JOINED)
 
 
-def without_what_was_there(self: Row, gradients: Any, total: torch.Tensor) -> None:
-    copy_all(self.gradients.tensors, gradients)
-    self.total.zero_()
+def with_those_of_one(
+    self: Any, arrived: Any, recorded: Any, total: Any, genuine: Any = GradientSums.begin
+) -> None:
+    genuine(self, arrived, recorded, recorded.gives.piece_of(routing.OF_ADAPTERS))
 
 
 def in_any_order(
@@ -301,7 +316,7 @@ def in_any_order(
 
 
 def with_tables_of_before(self: Row, ones: Any, sources: Any) -> None:
-    """The next layer's first visit takes what it is given besides to be there still."""
+    """Behind a row a visit by itself takes what it is given besides to be there still."""
     copy_all(self.hidden.tensors, [each[0].detach() for each in sources])
     self._others.fill([tensor for each in sources for tensor in each[1:]])
 
@@ -311,7 +326,7 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
         *(Row, "given"),
         lambda self, number, genuine=Row.given: genuine(self, 0),
     ),
-    "sums of these alone": (Row, "fill_gradients", without_what_was_there),
+    "sums of one alone": (GradientSums, "begin", with_those_of_one),
     "masks of the last": (Row, "fill", with_tables_of_before),
     "sums in any order": (Steps, "add", in_any_order),
 }
@@ -321,7 +336,8 @@ JOINED_CONTROLS: dict[str, tuple[Any, str, Any]] = {
 def test_controls_of_joined(which: str, monkeypatch: Patch) -> None:
     owner, name, instead = JOINED_CONTROLS[which]
     monkeypatch.setattr(owner, name, instead)
-    is_same, number = JOINED["masks of their own"]()
+    of = "masks in turn" if name == "fill" else "masks of their own"
+    is_same, number = JOINED[of]()
     assert number > 0 and not is_same
 
 
@@ -383,12 +399,12 @@ def test_a_device_without_memory_for_a_second_recording(
 
 @pytest.mark.parametrize("is_mixed", [True, False])
 def test_recordings_of_two_recorders_are_in_no_segment(is_mixed: bool, monkeypatch: Patch) -> None:
-    """Kept layers of which the one in the middle has no second, by single micro-batches then."""
+    """Kept layers of which the first and the last have no second, by single micro-batches then."""
     genuine, recorded = Recordings.record, Counter[int]()
 
     def record(self: Recordings, layer: Any, form: Any) -> None:
         recorded[layer.index] += 1
-        if is_mixed and layer.index == 1 and recorded[1] > 1:
+        if is_mixed and layer.index == 2 and recorded[2] > 1:
             raise RuntimeError("no room")
         genuine(self, layer, form)
 

@@ -41,6 +41,7 @@ from poros.accumulation.parked import Regions
 from poros.errors import RematerializationError, UnsupportedModelError, VRAMBudgetError
 from poros.head.loss import LossInputs, SlicedLossState
 from poros.model.runtime import Runtime
+from poros.replay.remat import Together
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
 from poros.stream.condition import Condition
@@ -162,9 +163,11 @@ class Group(InPlace):
         if not batches:
             return
         layer = self._layers[index]
-        grouped = layer.context.grouped(self._is_confined, has_graph=self._ranks.is_ddp)
-        before = None
-        with batches[0].code.inside(), layer.in_a_row(), grouped as together:
+        together, before = Together(), None
+        # DDP sees nodes of a graph alone.
+        takes = None if self._ranks.is_ddp else together
+        grouped = layer.context.grouped(self._is_confined, takes)
+        with batches[0].code.inside(), layer.in_a_row(), grouped:
             for batch in batches:
                 behind = batches[1:] if batch is batches[0] else []
                 before = batch.run_layer(index, together, before, behind)

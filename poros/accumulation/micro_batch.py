@@ -34,10 +34,9 @@ from poros.accumulation.parked import ParkedCode
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.nodes import weakly
 from poros.replay.call import LayerCall
-from poros.replay.remat import ReplayedVisit
+from poros.replay.remat import Behind, ReplayedVisit, Together
 from poros.replay.routing import GradientSums
 from poros.stream.boundary import StreamedLayer
-from poros.stream.context import Behind, Together
 from poros.stream.rng import RngStash, Start, is_same_state
 
 
@@ -233,9 +232,8 @@ class MicroBatch:
                 for key, each in kwargs.items()
             }
             self.state.pytorch.restore()
-            theirs = [each._comes_next(index) for each in behind]
-            together.behind = [each for each in theirs if each is not None]
-            together.behind = together.behind if None not in theirs else ()
+            theirs = list(filter(None, (each._comes_next(index) for each in behind)))
+            together.behind = theirs if len(theirs) == len(behind) else ()
             run = partial(layer.forward_now, args, kwargs)
             result = require_hidden_states(self.code.run_in_context(run))
             if (result.shape, result.dtype) != self._form:
@@ -263,8 +261,9 @@ class MicroBatch:
     def _comes_next(self, index: int) -> Behind | None:
         """Its next call, of that layer, if it can be replayed behind that of another one."""
         known, cut = self._replayed.get(self._noted[0][0]), self._cuts[index]
-        is_awaited = known is not None and cut.is_awaited
-        return (known, cut.value, self.state.pytorch) if is_awaited else None
+        if known is None or not cut.is_awaited:
+            return None
+        return Behind(known, cut.value, self.state.pytorch)
 
     def _require_unedited(self) -> None:
         try:

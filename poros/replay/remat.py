@@ -17,6 +17,7 @@ same path in the forward, in the recomputation and in a resident run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from poros.replay.recording import different_ones
 from poros.replay.routing import Gradients, GradientSums, Tensors, Terms
 from poros.replay.uses import Around, Source
 from poros.slots.schedule import Phase
+from poros.stream.rng import RngStash
 
 Differentiate = Callable[..., tuple[Gradients, Replayed | None]]
 """``poros.replay.captures.Captures.backward``."""
@@ -155,6 +157,26 @@ class ReplayedVisit:
                 ]
                 sums.add(arrived, replayed if uses.has_single_parameters else None)
         return hidden
+
+
+class Behind(NamedTuple):
+    """The next call of a micro-batch, right behind that of another one."""
+
+    arguments: LayerCall
+    """A call of another layer with the same arguments but for hidden states."""
+    hidden: torch.Tensor
+    rng: RngStash
+    """The random states that it begins with."""
+
+
+@dataclass
+class Together:
+    """Calls of one layer by micro-batches that go together, one behind the other."""
+
+    behind: Sequence[Behind] = ()
+    """Those behind the call that comes next, if they may be replayed with it."""
+    made: list[tuple[Any, ReplayedVisit]] = field(default_factory=list)
+    """What those gave that were replayed."""
 
 
 class Backward(NamedTuple):

@@ -42,11 +42,10 @@ from poros.kernels.copies import copy_all
 from poros.replay.call import LayerCall
 from poros.replay.forms import Form, HeldGraph, Replayed, Room, Second
 from poros.replay.graphs import MOST_JOINED, Recording, SharedMemory, Spec
-from poros.replay.remat import Differentiate, ReplayedVisit
+from poros.replay.remat import Behind, Differentiate, ReplayedVisit
 from poros.replay.routing import OF_ADAPTERS, GradientSums
 from poros.replay.uses import Around
 from poros.slots.schedule import Phase
-from poros.stream.context import Behind
 from poros.stream.rng import RngStash
 
 _MOST_ROWS = 4
@@ -208,19 +207,19 @@ class Rows:
             The layer's result, and the visit, of each; nothing if that is not recorded.
         """
         row: Row | None = form.rows.get(1 + len(behind))
-        if row is None or not _are_like(call, form, [each for each, _, _ in behind]):
+        if row is None or not _are_like(call, form, [each.arguments for each in behind]):
             return []
         if form.held is not None:
             lost = any(each.overwritten(self._held) for each in form.all_held())
             if lost or not row.make_free():
                 return []
-        sources = [call.tensors, *([hidden, *known.others] for known, hidden, _ in behind)]
+        sources = [call.tensors, *([each.hidden, *each.arguments.others] for each in behind)]
         with call.layer.weights.occupy(Phase.FORWARD):
             row.fill([each.forward for each in row.branches], sources)
             row.forward.replay()
             results = row.hidden.copies()
-        others = zip(sources[1:], behind, strict=True)
-        calls = [call, *(call.again(source, rng) for source, (_, _, rng) in others)]
+        rngs = [each.rng for each in behind]
+        calls = [call, *map(call.again, sources[1:], rngs)]
         if form.held is not None:
             row.have_graphs(calls)
             self._held.update(form.all_held())

@@ -16,7 +16,6 @@ from poros.kernels.dense_memory import DenseLayer, DenseWorkspace
 from poros.kernels.forwards import is_in_library, is_of_library
 from poros.slots.manager import BlockManager
 from poros.stream.offload import ActivationOffloader
-from poros.stream.rng import RngStash
 from poros.stream.visit import Visits
 
 Kind = Literal["recomputed", "kept", "inference"]
@@ -35,21 +34,6 @@ class LayerCheck(Protocol):
 
     def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
         """Check the bytes over which a layer keeps its graph."""
-
-
-Behind = tuple[Any, torch.Tensor, RngStash]
-"""Of a micro-batch: a call of another layer (``poros.replay.call.LayerCall``) with the arguments of
-its next one but for hidden states, these, and the random states that it begins with."""
-
-
-@dataclass
-class Together:
-    """Calls of one layer by micro-batches that go together, one behind the other."""
-
-    behind: Sequence[Behind] = ()
-    """Those behind the one that comes next, if they may be replayed with it."""
-    made: list[tuple[Any, Any]] = field(default_factory=list)
-    """What those gave that were replayed, and visits (``poros.replay.remat.ReplayedVisit``)."""
 
 
 @dataclass(eq=False)
@@ -86,19 +70,16 @@ class ModelContext:
     """Whether each call of a layer has an autocast region of its own."""
     _cast_in_pass: set[int] = field(default_factory=set)
     """Ids of adapters of which calls in this pass have casts that nobody else can use."""
-    together: Together | None = None
-    """Of micro-batches whose calls are no nodes of a graph, if these are replayed now."""
+    together: Any = None
+    """Takes visits that are replayed and are to be no nodes of a graph, if they are
+    (``poros.replay.remat.Together``)."""
 
     @contextmanager
-    def grouped(self, is_confined: bool, has_graph: bool) -> Iterator[Together]:
-        """Calls in the body are those of micro-batches that go together.
-
-        Those that are replayed are nodes of a graph all the same if it ``has_graph``.
-        """
-        together = Together()
-        self.is_confined, self.together = is_confined, None if has_graph else together
+    def grouped(self, is_confined: bool, together: Any) -> Iterator[None]:
+        """Calls in the body are those of micro-batches that go ``together``."""
+        self.is_confined, self.together = is_confined, together
         try:
-            yield together
+            yield
         finally:
             self.is_confined, self.together = False, None
 

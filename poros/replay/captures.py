@@ -112,7 +112,7 @@ class Captures:
         self.num_recorded = 0
         self._held: weakref.WeakSet[HeldGraph] = weakref.WeakSet()
         """Memory of recordings that may have the graph of a call, until its backward."""
-        self.rows = Rows(memory, self.note_replays, self._held)
+        self.rows = Rows(memory, self.note_replays)
         self._recordings = Recordings(recorder, memory)
         self._all, self._seconds = [self._recordings], None
         if (beside := recorder.beside()) is not None:
@@ -235,6 +235,7 @@ class Captures:
             made = self.rows.all(call, form, together.behind, self.backward)
             together.made += made
             if made:
+                self._held.update(form.all_held())
                 return made[0][0]
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
@@ -259,8 +260,8 @@ class Captures:
 
     def _spares_others(self, form: Form) -> bool:
         """Whether a replay of the forward of ``form`` can overwrite no graph that is held."""
-        lost = [] if form.held is None else form.held.overwritten(self._held)
-        return not lost or (self._num_grouped > 1 and all(each.put_aside() for each in lost))
+        lost = [each for held in form.all_held() for each in held.overwritten(self._held)]
+        return not lost or (self._num_grouped > 1 and all(one.put_aside(True) for one in lost))
 
     def note_replays(self, form: Form, number: int) -> None:
         """Count forwards of ``form`` that were replayed."""

@@ -139,9 +139,12 @@ class Row:
             held.note_at(call, room)
 
     def has_graphs(self, calls: Sequence[LayerCall]) -> bool:
-        """Whether the graphs of its ``calls`` wait there still."""
+        """Whether the graphs of its ``calls`` wait there still, or are back in a recording's."""
         homes = zip(calls, self.homes, strict=True)
-        return all(held.is_at(call, room) for call, (held, room) in homes)
+        return all(
+            held.is_at(call, room) or (room is None and held.bring_back(call))
+            for call, (held, room) in homes
+        )
 
 
 class Rows:
@@ -151,17 +154,12 @@ class Rows:
         is_on: Whether there is room for rows.
         num_joined: Visits that were replayed in one go with others, of micro-batches or layers.
 
-    ``note`` counts replays. ``held`` are graphs that calls have in memory of recordings.
+    ``note`` counts replays.
     """
 
-    def __init__(
-        self,
-        memory: SharedMemory,
-        note: Callable[[Form, int], None],
-        held: "WeakSet[HeldGraph]",
-    ) -> None:
+    def __init__(self, memory: SharedMemory, note: Callable[[Form, int], None]) -> None:
         self.is_on, self.num_joined = True, 0
-        self._memory, self._note, self._held = memory, note, held
+        self._memory, self._note = memory, note
 
     def one(
         self, visit: ReplayedVisit, arguments: LayerCall, hidden: torch.Tensor, rng: RngStash
@@ -209,10 +207,8 @@ class Rows:
         row: Row | None = form.rows.get(1 + len(behind))
         if row is None or not _are_like(call, form, [each.arguments for each in behind]):
             return []
-        if form.held is not None:
-            lost = any(each.overwritten(self._held) for each in form.all_held())
-            if lost or not row.make_free():
-                return []
+        if not row.make_free():
+            return []
         sources = [call.tensors, *([each.hidden, *each.arguments.others] for each in behind)]
         with call.layer.weights.occupy(Phase.FORWARD):
             row.fill([each.forward for each in row.branches], sources)
@@ -220,9 +216,7 @@ class Rows:
             results = row.hidden.copies()
         rngs = [each.rng for each in behind]
         calls = [call, *map(call.again, sources[1:], rngs)]
-        if form.held is not None:
-            row.have_graphs(calls)
-            self._held.update(form.all_held())
+        row.have_graphs(calls if row.homes else ())
         for each in calls:
             each.note_end_as(each.rng)
         self._note_joined(form, len(calls))

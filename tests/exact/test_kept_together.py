@@ -25,6 +25,7 @@ from tests.loops import (
     accumulated,
     bf16,
     in_autocast,
+    layers_of,
     micro_batches,
     own_loss,
     same,
@@ -42,6 +43,7 @@ LAST = {"slots": 3, "keep_last": 1}
 OFTEN: Any = {"sizes": (4,) * 9, "lengths": (12,)}
 few: Subject = partial(recorded_few, num_layers=3)
 DROPOUT: Subject = partial(few, lora_dropout=0.05, quantize=False)
+UNDRAWN: Subject = partial(few, quantize=False)
 TO_GROUP: Subject = partial(few, target_modules=["q_proj", "k_proj", "v_proj"])
 
 
@@ -129,6 +131,14 @@ def with_a_loss_that_waits(model: Model, together: bool = True) -> Facts:
     return train(model, together, **OFTEN) + behind_a_loss(model, together, 3)
 
 
+def with_hooks_at_first(model: Model, together: bool = True) -> Facts:
+    """The layer in the middle is recorded last, so the one behind it could overwrite its graph."""
+    hook = layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
+    facts = train(model, together, sizes=(1,) * 3, lengths=(12,))
+    hook.remove()
+    return facts + train(model, together, **OFTEN)
+
+
 GROUPED = {"adapter_kernels": "grouped"}
 RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "all": (partial(train, **OFTEN), few, ALL),
@@ -147,6 +157,7 @@ RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "a pass without gradients": (as_by_accelerate, few, ALL),
     "a loss that waits, later": (with_a_loss_that_waits, few, LAST),
     "one of another length": (with_one_of_another_length, few, ALL),
+    "one that is recorded last": (with_hooks_at_first, UNDRAWN, ALL),
 }
 
 
@@ -167,8 +178,9 @@ def test_runs(which: str, monkeypatch: Patch) -> None:
     assert (runtime.stats()["num_joined_visits"] > 0) == (DROPOUT is not RUNS[which][1])
 
 
-def test_nothing_is_recorded_to_be_recomputed() -> None:
-    is_same, runtime = as_resident("all")
+@pytest.mark.parametrize("which", ["all", "one that is recorded last"])
+def test_nothing_is_recorded_to_be_recomputed(which: str) -> None:
+    is_same, runtime = as_resident(which)
     assert is_same and runtime.context.captures.num_recorded == 2 * 3 - 1  # the first layer's
 
 

@@ -276,6 +276,13 @@ class Form:
             raise LookupError("expected a form that calls have shown, found one that is new")
         return self.shown
 
+    @property
+    def recorded(self) -> Second | None:
+        """What is recorded of it, if its forward and its backward are."""
+        if self.forward is None or self.backward is None or self.links is None:
+            return None
+        return Second(self.forward, self.backward, self.held, self.links)
+
     def is_for(self, condition: Condition) -> bool:
         """Whether its calls are those of the layer in this condition."""
         now = condition.training, condition.adapter_state
@@ -319,9 +326,7 @@ class Form:
 
     def trade(self, other: "Form") -> None:
         """Take what was recorded of ``other``, its like; what it has is for every other visit."""
-        if self.forward is None or self.backward is None or self.links is None:
-            raise LookupError("expected a form that is recorded, found one that is not")
-        self.second = Second(self.forward, self.backward, self.held, self.links)
+        self.second = self.recorded
         self.forward, self.backward, self.links = other.forward, other.backward, other.links
         self.steady = other.steady
         if self.held is not None and other.held is not None:

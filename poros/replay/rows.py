@@ -320,12 +320,10 @@ class Rows:
 
     def _own_of(self, form: Form) -> Second | None:
         """What is recorded of it, if that can be joined."""
-        if form.forward is None or form.backward is None or form.links is None:
+        own = form.recorded
+        if own is None or own.backward.gives.piece_of(OF_ADAPTERS) is None:
             return None
-        own = Second(form.forward, form.backward, form.held, form.links)
-        has_piece = form.backward.gives.piece_of(OF_ADAPTERS) is not None
-        has_terms = bool(self._terms(form, own)) or not any(form.facts.uses.of_tensors)
-        return own if has_piece and has_terms else None
+        return own if self._terms(form, own) or not any(form.facts.uses.of_tensors) else None
 
     def _terms(self, form: Form, branch: Second) -> list[torch.Tensor]:
         """Of the gradient of hidden states, in the fixed memory of a recorded backward."""

@@ -419,7 +419,7 @@ class Captures:
         self._num_passes, self._num_grouped = self._num_passes + 1, num_grouped
         if not is_on and self.is_on:
             self.forget()
-        self.rows.be_on(joins, self._all_forms)
+        self.rows.begin_pass(joins, num_grouped, self._all_forms)
         self.is_on = is_on
         # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
@@ -506,7 +506,7 @@ class Captures:
                 except RuntimeError as error:
                     about = layer.name, first_line(error)
                     logger.warning("poros: visits of %s are not joined: %s", *about)
-                    form.rows.clear()
+                    form.leave_rows()
         return has_taken
 
     def _record_second(self, layer: LayerBody, form: Form, seconds: Recordings) -> None:

@@ -91,7 +91,7 @@ class HeldGraph:
         order: Of the recorded forward, among those that were recorded with the same ``links``.
         in_flight: Gives the call, or the visit of a segment (``poros.replay.segment``), whose graph
             is in its places, if it is not gone.
-        rooms: Memory for copies that is there already, a row's.
+        rooms: Memory for copies that is there already, a row's; None without one.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class HeldGraph:
         self.inputs, self.results, self.places = inputs, results, places
         self.links, self.order = links, order
         self.in_flight: Callable[[], object | None] = lambda: None
-        self.rooms: list[Room] = []
+        self.rooms: Sequence[Room] | None = None
         self._aside: WeakKeyDictionary[object, Room] = WeakKeyDictionary()
 
     @property
@@ -131,14 +131,14 @@ class HeldGraph:
     def put_aside(self, for_now: bool = False) -> bool:
         """Have the graph of the call in flight in a copy; whether it is.
 
-        Where a row has rooms, there is memory for no more, but for one ``for_now``.
+        Where there is a row, there is memory for its rooms, and for one more ``for_now``.
         """
         call = self.in_flight()
         if not isinstance(call, LayerCall):
             return False
-        free = (each for each in self.rooms if each.call() is None)
+        free = (each for each in self.rooms or () if each.call() is None)
         room = next((each for each in free if len(each.memory) >= self.size), None)
-        if room is None and (for_now or not self.rooms):
+        if room is None and (for_now or self.rooms is None):
             room = self.new_room()
         if room is None:
             return False
@@ -362,14 +362,18 @@ class Form:
         second = None if self.second is None else self.second.held
         return [each for each in (self.held, second) if each is not None]
 
-    def leave_rows(self) -> None:
-        """Have none, and nothing that is there for them; what waits there is computed again."""
+    def leave_rows(self, anew: bool = False) -> None:
+        """Have none, and nothing that is there for them; what waits there is computed again.
+
+        ``anew``: those that had come often enough are wanted again, once they have done so anew.
+        """
         if self.second is not None:  # which was recorded first
             self.forward, self.backward, self.held, self.links = self.second
             self.steady, self.wants_steady = None, False
-        self.second, self.rows, self.num_rows = None, {}, Counter()
+        self.second, self.rows = None, {}
+        self.num_rows = Counter() if anew else self.num_rows
         if self.held is not None:
-            self.held.rooms = []
+            self.held.rooms = None
 
     def clear(self) -> None:
         """Nothing of it is recorded; what is known stays."""

@@ -98,6 +98,10 @@ class ReplayedVisit:
     """A replayed forward of a ``LayerCall`` that is no node of a graph: it ``may_be_apart``.
 
     Whoever has it takes its gradients, once. It keeps of the call's tensors those ``kept``.
+
+    Attributes:
+        run: How many were replayed right behind one another, this one among them: one number, of
+            all of them.
     """
 
     def __init__(
@@ -106,15 +110,17 @@ class ReplayedVisit:
         form: Form,
         kept: Sequence[torch.Tensor],
         differentiate: Differentiate,
+        run: list[int] | None = None,
     ) -> None:
-        self.call, self.form = call, form
+        self.call, self.form, self.run = call, form, [0] if run is None else run
+        self.run[0] += 1
         self._kept, self._versions = kept, [each._version for each in kept]
         self._differentiate = differentiate
         call.tensors = ()
 
     def again(self, call: LayerCall, kept: Sequence[torch.Tensor]) -> "ReplayedVisit":
-        """That of another call of the layer, which was replayed likewise."""
-        return ReplayedVisit(call, self.form, kept, self._differentiate)
+        """That of another call of the layer, which was replayed likewise, right behind it."""
+        return ReplayedVisit(call, self.form, kept, self._differentiate, self.run)
 
     def intact(self) -> Sequence[torch.Tensor]:
         """What it keeps; raises as ``RematerializeLayer``."""

@@ -165,8 +165,9 @@ class GradientSums:
         """
         if not arrived:
             return
-        if recorded is not None and self.may_begin(arrived, recorded):
-            self.begin(arrived, recorded, recorded.gives.piece_of(OF_ADAPTERS))
+        piece = None if recorded is None else self.may_begin(arrived, recorded)
+        if piece is not None:
+            self.begin(arrived, recorded, piece, piece)
             return
         parameters, gradients = zip(*arrived, strict=True)
         sums = [each.grad for each in parameters]
@@ -190,30 +191,27 @@ class GradientSums:
 
     def may_begin(
         self, arrived: Sequence[tuple[torch.Tensor, torch.Tensor]], recorded: Recorded
-    ) -> bool:
-        """Whether gradients of parameters that ``recorded`` gives are the first, and nobody's."""
+    ) -> torch.Tensor | None:
+        """The memory of gradients that ``recorded`` gives, if there are none before that."""
         piece = recorded.gives.piece_of(OF_ADAPTERS)
-        return (
-            piece is not None
-            and bool(arrived)
-            and all(parameter.grad is None for parameter, _ in arrived)
-            and all(_has_plain_sum(parameter, None, gradient) for parameter, gradient in arrived)
-            and _are_apart_in(piece, [gradient for _, gradient in arrived])
-        )
+        is_first = bool(arrived) and all(parameter.grad is None for parameter, _ in arrived)
+        if piece is None or not is_first:
+            return None
+        is_plain = all(_has_plain_sum(parameter, None, gradient) for parameter, gradient in arrived)
+        gradients = [gradient for _, gradient in arrived]
+        return piece if is_plain and _are_apart_in(piece, gradients) else None
 
     def begin(
         self,
         arrived: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        recorded: Recorded,
-        total: torch.Tensor | None,
+        recorded: Recorded | None,
+        piece: torch.Tensor,
+        total: torch.Tensor,
     ) -> None:
-        """Have first gradients, which lie in ``total`` as in the memory of ``recorded``, summed up.
+        """Have the first sums, in ``total`` as gradients are in a ``piece`` of memory.
 
         Sums that lie as the gradients do are made by one addition of all.
         """
-        piece = recorded.gives.piece_of(OF_ADAPTERS)
-        if piece is None or total is None:
-            raise LookupError("expected gradients of adapters in one piece of memory, found none")
         self._recorded, self._total, self._piece = recorded, total.clone(), piece
         for parameter, gradient in arrived:
             place = gradient.size(), gradient.stride(), gradient.storage_offset()

@@ -22,8 +22,8 @@ Note: Layers that keep their graphs
     each micro-batch to memory of its own, and the joined backward copies each back; but for one of
     each recording, which is the last there in forward and the first in backward. Where calls are
     not all of one form, or fewer, and so are replayed one by one, their graphs wait there as well:
-    there is no memory for more. Calls of the first layer are always replayed one by one, each as
-    soon as code has come to it, so their graphs are nowhere together.
+    there is no memory for more. So a row is made where their forwards, too, come one behind the
+    other: those of the first layer are replayed as soon as code has come to them.
 
 Note: Which
     Those of one form that draw no random numbers: what a micro-batch draws in one layer is not
@@ -32,7 +32,6 @@ Note: Which
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from typing import Any
 from weakref import WeakSet
 
@@ -134,13 +133,13 @@ class Row:
 
     def have_graphs(self, calls: Sequence[LayerCall]) -> None:
         """The graphs of its ``calls`` wait there from now on."""
-        self._waiting = WeakSet(calls)
-        for call, (held, room) in zip(calls, self.homes, strict=True):
+        self._waiting = WeakSet(calls if self.homes else ())
+        for call, (held, room) in zip(calls, self.homes, strict=bool(self.homes)):
             held.note_at(call, room)
 
     def has_graphs(self, calls: Sequence[LayerCall]) -> bool:
         """Whether the graphs of its ``calls`` wait there still, or are back in a recording's."""
-        homes = zip(calls, self.homes, strict=True)
+        homes = zip(calls, self.homes, strict=bool(self.homes))
         return all(
             held.is_at(call, room) or (room is None and held.bring_back(call))
             for call, (held, room) in homes
@@ -216,15 +215,14 @@ class Rows:
             results = row.hidden.copies()
         rngs = [each.rng for each in behind]
         calls = [call, *map(call.again, sources[1:], rngs)]
-        row.have_graphs(calls if row.homes else ())
+        row.have_graphs(calls)
         for each in calls:
             each.note_end_as(each.rng)
         self._note_joined(form, len(calls))
-        visits = map(ReplayedVisit, calls, repeat(form), sources, repeat(differentiate))
-        return [
-            (form.facts.result_of([result]), visit)
-            for result, visit in zip(results, visits, strict=True)
-        ]
+        first = ReplayedVisit(call, form, sources[0], differentiate)
+        visits = [first, *map(first.again, calls[1:], sources[1:])]
+        given = [form.facts.result_of([result]) for result in results]
+        return list(zip(given, visits, strict=True))
 
     def backward(
         self,
@@ -237,7 +235,7 @@ class Rows:
         ``sums`` have not begun.
         """
         form, recorded, number = visits[0].form, visits[0].form.backward, len(visits)
-        if recorded is None or not _may_be_together(visits, gradients[0]):
+        if recorded is None or not recorded.is_proved or not _may_be_together(visits, gradients[0]):
             return None
         form.num_rows[number] += self.is_on
         most = _MOST_ROWS if form.held is None else 1
@@ -248,7 +246,8 @@ class Rows:
             return None
         calls = [each.call for each in visits]
         arrived = _arrived(calls[0], form, recorded)
-        if not sums.may_begin(arrived, recorded) or (row.homes and not row.has_graphs(calls)):
+        piece = sums.may_begin(arrived, recorded)
+        if piece is None or not row.has_graphs(calls):
             return None
         with torch.no_grad():
             sources = [visit.intact() for visit in visits]
@@ -258,11 +257,12 @@ class Rows:
                 ones = [each.backward for each in row.branches]
                 if form.held is None:
                     row.fill(ones, sources)
+                del sources
                 for one in ones:
                     one.given.forget()  # what arrived for the last call is there then
                 copy_all(row.gradients.tensors, gradients)
                 row.backward.replay()
-                sums.begin(arrived, recorded, row.total)
+                sums.begin(arrived, recorded, piece, row.total)
                 found = row.gradients.copies()
         self._note_joined(form, number)
         return found if form.facts.uses.of_tensors else [None] * number
@@ -273,10 +273,13 @@ class Rows:
 
     # ------------------------------------------------------------------- joining
 
-    def be_on(self, is_on: bool, forms: Callable[[], Iterable[Form]]) -> None:
-        """Join visits from now on, or none; ``forms`` gives all."""
-        for form in forms() if self.is_on and not is_on else ():
-            form.leave_rows()
+    def begin_pass(self, is_on: bool, number: int, forms: Callable[[], Iterable[Form]]) -> None:
+        """Join visits from now on, or none, of up to ``number`` micro-batches; ``forms``: all."""
+        is_off = self.is_on and not is_on
+        for form in forms() if is_off or number > 1 else ():
+            # There is memory for the graphs of more than a row has.
+            if is_off or (form.held is not None and 0 < max(form.rows, default=0) < number):
+                form.leave_rows(anew=is_off)
         self.is_on = is_on
 
     def wants_second(self, form: Form) -> bool:
@@ -298,6 +301,8 @@ class Rows:
             form.rows[number] = self._joined(form, number)
             if form.rows[number] is None:
                 del form.rows[number]
+        if wanted and not form.rows:
+            form.leave_rows()
         return bool(wanted)
 
     def _joined(self, form: Form, number: int) -> Row | None:
@@ -315,7 +320,7 @@ class Rows:
         row.forward, row.backward = forward_of_all, backward_of_all
         row.parts = [*forward.recordings, *backward.recordings]
         if own.held is not None:
-            own.held.rooms += [room for _, room in row.homes if room is not None]
+            own.held.rooms = [room for _, room in row.homes if room is not None]
         return row
 
     def _own_of(self, form: Form) -> Second | None:
@@ -426,13 +431,14 @@ def _may_be_together(visits: Sequence[ReplayedVisit], gradient: torch.Tensor) ->
         and (gradient.shape, gradient.dtype) == hidden
         and len(visits) * gradient.nbytes <= MOST_JOINED
         and not torch._C._len_torch_dispatch_stack()
-        and form.backward is not None
-        and form.backward.is_proved
         and form.around == Around((True,), first.layer.surroundings())
         and form.dense_address == first.layer.dense_address
-        and (form.held is None or first.layer.index > 0)
+        and (form.held is None or visits[0].run == [len(visits)])
         and all(
-            each.form is form and not each.call.has_drawn and each.call.offloaded is None
+            each.form is form
+            and not each.call.has_drawn
+            and each.call.offloaded is None
+            and (form.held is None or each.run is visits[0].run)
             for each in visits
         )
     )

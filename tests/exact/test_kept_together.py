@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count, groupby
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ import poros
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.loop import Samples, Step
 from poros.model.runtime import find_runtime
-from poros.replay.forms import HeldGraph
+from poros.replay.forms import HeldGraph, Room
+from poros.replay.recording import Recordings
 from poros.replay.rows import Row, Rows
 from tests.exact.recorded import few as recorded_few
 from tests.exact.recorded import on_tapes
@@ -27,12 +29,13 @@ from tests.loops import (
     in_autocast,
     layers_of,
     micro_batches,
+    nothing,
     own_loss,
     same,
     train,
     trained,
 )
-from tests.replaced import Patch, noted
+from tests.replaced import Patch, in_place_of, noted, raising
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -139,6 +142,30 @@ def with_hooks_at_first(model: Model, together: bool = True) -> Facts:
     return facts + train(model, together, **OFTEN)
 
 
+def more_and_more(model: Model, together: bool = True) -> Facts:
+    return train(model, together, sizes=(2,) * 9 + (3,) * 2 + (4,) * 8, lengths=(12,))
+
+
+def read_behind_two(model: Model, together: bool = True) -> Facts:
+    """Somebody looks at gradients when two of four micro-batches are done."""
+    facts, generator = list[torch.Tensor](), torch.Generator().manual_seed(2)
+
+    def run(batch: Any) -> torch.Tensor:
+        value = own_loss(model, batch)
+        value.backward()
+        return value.detach()
+
+    for _ in range(9):
+        samples = Samples(batches := micro_batches(4, generator, (12,)))
+        step = Step(lambda: find_runtime(model), Ranks(model), run, [own_loss])
+        for number, batch in enumerate(batches):
+            facts.append(samples.take(step, number == 3) if together else run(batch))
+            if number in (1, 3):
+                facts += [each.grad.clone() for each in trained(model)]
+        model.zero_grad()
+    return facts
+
+
 GROUPED = {"adapter_kernels": "grouped"}
 RUNS: dict[str, tuple[Callable[..., Facts], Subject, dict[str, Any]]] = {
     "all": (partial(train, **OFTEN), few, ALL),
@@ -181,7 +208,9 @@ def test_runs(which: str, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("which", ["all", "one that is recorded last"])
 def test_nothing_is_recorded_to_be_recomputed(which: str) -> None:
     is_same, runtime = as_resident(which)
-    assert is_same and runtime.context.captures.num_recorded == 2 * 3 - 1  # the first layer's
+    found = runtime.context.captures.num_recorded, runtime.stats()["num_joined_visits"]
+    # Each twice but the first layer, which is not joined; three steps forward and back.
+    assert is_same and found == (2 * 3 - 1, 3 * 2 * 2 * 4)
 
 
 def test_memory_is_taken_for_recordings_and_then_for_copies() -> None:
@@ -207,6 +236,48 @@ def test_a_group_that_is_not_replayed_in_one_go_takes_no_memory_of_its_own(
     train(model, sizes=(len(lengths),), lengths=lengths)
     # Two for the graphs of the first layer, and one by way of which graphs of each change places.
     assert waiting and (len(taken) == 2 + 3) is have_rooms
+
+
+def no_room_in_rows(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Row, "_make_homes", raising(torch.OutOfMemoryError, "none left"))
+
+
+WITHIN_THE_PLAN: dict[str, tuple[Any, Subject, Callable[[Patch], None]]] = {
+    "all": (partial(train, **OFTEN), few, nothing),
+    "more and more": (more_and_more, few, nothing),
+    "read behind two": (read_behind_two, few, nothing),
+    "not joined": (partial(train, **OFTEN), few, no_room_in_rows),
+    "the first layer as it is": (
+        *(partial(train, **OFTEN), partial(few, layers_to_transform=[1, 2])),
+        nothing,
+    ),
+    "two kinds": (partial(train, **OFTEN), partial(few, "gemma3"), nothing),
+}
+
+
+@pytest.mark.parametrize("which", WITHIN_THE_PLAN)
+def test_graphs_are_no_more_than_planned(which: str, monkeypatch: Patch) -> None:
+    """Of four micro-batches four of each layer, and one on the way; and none is computed again."""
+    run, base, plant = WITHIN_THE_PLAN[which]
+    there, most, kinds = WeakSet[Any](), list[int](), set[str]()
+
+    def count(genuine: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
+        genuine(self, *args, **options)
+        there.add(self)
+        most.append(len(there))
+
+    def note(genuine: Callable[..., None], self: Any, layer: Any, form: Any) -> None:
+        kinds.add(form.kind)
+        genuine(self, layer, form)
+
+    for kind in (HeldGraph, Room):
+        in_place_of(kind, "__init__")(count)(monkeypatch)
+    in_place_of(Recordings, "record")(note)(monkeypatch)
+    plant(monkeypatch)
+    model = on_tapes(base(), **ALL)
+    assert same(run(model), run(base(), together=False))
+    assert 4 < max(most) <= 4 * 3 + 1
+    assert kinds == {"kept"}
 
 
 def stays_aside(first: int, monkeypatch: Patch) -> None:

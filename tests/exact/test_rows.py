@@ -304,9 +304,9 @@ def test_joined(which: str) -> None:
 
 
 def with_those_of_one(
-    self: Any, arrived: Any, recorded: Any, total: Any, genuine: Any = GradientSums.begin
+    self: Any, arrived: Any, recorded: Any, piece: Any, _: Any, genuine: Any = GradientSums.begin
 ) -> None:
-    genuine(self, arrived, recorded, recorded.gives.piece_of(routing.OF_ADAPTERS))
+    genuine(self, arrived, recorded, piece, piece)
 
 
 def in_any_order(

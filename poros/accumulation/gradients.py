@@ -136,7 +136,7 @@ def _leave(parameters: Sequence[Any]) -> None:
 
 
 class _Watched(nn.Parameter):
-    is_watched = True  # for ``poros.kernels.adapters``
+    is_plain = True  # for ``poros.kernels.adapters``: operators take it as they take others
 
     def _asked(self) -> None:
         watch: Watch | None = self.__dict__.get(_WATCH, lambda: None)()
@@ -166,6 +166,8 @@ class _Watched(nn.Parameter):
 
 
 class _Seeing(_Watched):
+    is_plain, is_watched = False, True
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

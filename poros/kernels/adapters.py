@@ -432,6 +432,7 @@ def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> ActiveLora
         if (
             kind is not torch.Tensor
             and kind is not nn.Parameter
+            and not getattr(kind, "is_plain", False)
             and not (has_own_casts and hasattr(tensor, "is_watched"))
         ):
             # That may be because each use of a parameter is looked at, this once.

@@ -306,6 +306,12 @@ def test_faults_are_noticed_before_anything_is_replayed(
     assert as_resident("dropout")[0] and OTHER_BITS in caplog.text
 
 
+@pytest.mark.parametrize("graphs", [None, False])
+def test_a_loss_from_before_of_recomputed_layers(graphs: bool | None) -> None:
+    model = on_tapes(few(), slots=2, cuda_graphs=graphs)
+    assert same(between_two(model), between_two(few(), together=False))
+
+
 def have_moved(monkeypatch: Patch) -> None:
     """Graphs in the memory of recordings wait elsewhere as the backward of a row begins."""
     genuine = Rows.backward

@@ -169,8 +169,7 @@ class Captures:
                 self._num_wasted[layer.index] += 1
         if form is None:
             return run()
-        is_watched = is_checked(layer, kind)
-        if form.forward is None or is_watched:
+        if form.forward is None or is_checked(layer, kind):
             return self._observed(call, form, run)
         return self._replayed(call, form, form.forward, beside or run)
 
@@ -491,26 +490,28 @@ class Captures:
 
     def _join(self, layers: Sequence[LayerBody]) -> bool:
         """Join what is recorded of forms that come in rows; whether that took memory."""
-        has_taken = False
+        has_taken = is_behind = False
         for layer in layers:
             for form in self._forms.get(layer.index, {}).values():
                 try:
+                    if is_behind and form.held is not None:
+                        form.want_rows_anew()  # replays are to be in the order of recordings
                     if self._seconds is not None and self.rows.wants_second(form):
                         if form.in_flight() is not None or not _is_as_shown(layer, form):
                             continue  # perhaps as another pass begins
                         if not has_taken:
                             torch.cuda.empty_cache()
-                        has_taken = True
+                        has_taken, is_behind = True, is_behind or form.held is not None
                         self._record_second(layer, form, self._seconds)
                     has_taken |= self.rows.join(form)
                 except RuntimeError as error:
-                    about = layer.name, first_line(error)
-                    logger.warning("poros: visits of %s are not joined: %s", *about)
+                    why = first_line(error)
+                    logger.warning("poros: visits of %s are not joined: %s", layer.name, why)
                     form.leave_rows()
         return has_taken
 
     def _record_second(self, layer: LayerBody, form: Form, seconds: Recordings) -> None:
-        """Record ``form`` once more. That is to be proved, and its rows are to be joined anew."""
+        """Record ``form`` once more. That is to be proved."""
         other = form.unrecorded()
         try:
             seconds.record(layer, other)
@@ -519,7 +520,6 @@ class Captures:
             logger.warning("poros: calls of %s go one at a time: %s", layer.name, first_line(error))
             return
         form.trade(other)
-        form.rows = dict.fromkeys(form.rows)
         self.num_recorded += 1
 
     def _settle(

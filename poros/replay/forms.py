@@ -325,13 +325,23 @@ class Form:
         return replace(self, **nothing, rows={}, wants_steady=self.may_vary)
 
     def trade(self, other: "Form") -> None:
-        """Take what was recorded of ``other``, its like; what it has is for every other visit."""
+        """Take what was recorded of ``other``, its like; what it has is for every other visit.
+
+        Its rows are to be joined anew.
+        """
         self.second = self.recorded
         self.forward, self.backward, self.links = other.forward, other.backward, other.links
         self.steady = other.steady
         if self.held is not None and other.held is not None:
             other.held.rooms = self.held.rooms
-        self.held = other.held
+        self.held, self.rows = other.held, dict.fromkeys(self.rows)
+
+    def want_rows_anew(self) -> None:
+        """Have its rows, and the ``second``, made once more, unless one is in use."""
+        if self.second is not None and all(each.in_flight() is None for each in self.all_held()):
+            wanted = dict.fromkeys(self.rows)
+            self.leave_rows()
+            self.rows = wanted
 
     def learn(self, facts: CallFacts, uses: Uses, around: Around) -> None:
         """A call that ran has been differentiated, and has shown ``uses``."""

@@ -12,6 +12,8 @@ MOST_CHARACTERS = 6000
 """Of a row, which is some paragraphs of a topic."""
 CHARACTERS_A_TOKEN = 8
 """More than nearly all text has with this tokenizer, so that a row with so many is long enough."""
+MOST_A_TOKEN = 10
+"""Characters; with more rows than a run reads no step is an epoch's last, which has fewer rows."""
 
 
 def rows_of(folder: Path, length: int, are_whole: bool) -> Path:
@@ -63,8 +65,7 @@ def write_inputs(
     ]
     with rows.open("w", encoding="utf-8") as file:
         written = 0
-        while written < 10 * num_tokens:  # characters: more than a run reads, as the last step of
-            # an epoch can have fewer rows
+        while written < MOST_A_TOKEN * num_tokens:
             for piece in pieces:
                 file.write(json.dumps({"text": piece}) + "\n")
                 written += len(piece)

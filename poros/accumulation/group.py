@@ -163,6 +163,8 @@ class Group(InPlace):
         if not batches:
             return
         layer = self._layers[index]
+        for batch in batches:
+            batch.require_unedited()
         together, before = Together(), None
         # DDP sees nodes of a graph alone.
         takes = None if self._ranks.is_ddp else together

@@ -218,8 +218,6 @@ class MicroBatch:
         layer, (kind, args, kwargs) = self._layers[index], self._noted.pop(0)
         known, captures = self._replayed.get(kind), layer.context.captures
         cut = self._cuts[index]
-        for each in (self, *behind):
-            each._require_unedited()
         try:
             if before is not None and known is not None and captures is not None and cut.is_awaited:
                 again = captures.rows.one(before, known, cut.value, self.state.pytorch)
@@ -265,7 +263,8 @@ class MicroBatch:
             return None
         return Behind(known, cut.value, self.state.pytorch)
 
-    def _require_unedited(self) -> None:
+    def require_unedited(self) -> None:
+        """Raise if what its layers are given was edited since it was noted."""
         try:
             self._calls.require_unedited()
         except NotGrouped as reason:
@@ -303,7 +302,7 @@ class MicroBatch:
 
     def finish(self) -> None:
         """Go on to the end."""
-        self._require_unedited()
+        self.require_unedited()
         self.state.restore()
         self._cuts[-1].is_open = True
         self.code.resume()

@@ -92,7 +92,7 @@ class Captures:
     Attributes:
         num_replays: Visits that were replayed.
         eager: Visits that ran as always, by reason.
-        rows: Replays visits by micro-batches behind a first one.
+        rows: Replays visits by micro-batches, one behind the other.
         segments: Kept layers that are replayed together.
         num_recorded: Visits of layers that were recorded.
         is_on: Whether there is room for recordings.
